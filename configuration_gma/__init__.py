@@ -1,0 +1,4 @@
+from .configuration_gma import GMAConfig
+
+
+__all__ = ["GMAConfig"]

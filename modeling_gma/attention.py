@@ -1,0 +1,205 @@
+"""The GMA mixer: projections, Gaussian mixture attention, output projection, and its place in transformers' cache."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from configuration_gma import GMAConfig
+
+from . import chunked
+from .functional import (
+    gaussian_mixture_attention,
+    gaussian_mixture_attention_weights,
+    gaussian_responsibilities,
+)
+from .mixture import GaussianMixture
+
+
+class GMAAttention(nn.Module):
+    """Multi-head Gaussian mixture attention over one sequence, or from one sequence to another.
+
+    ```python
+    >>> mixer = GMAAttention(GMAConfig(hidden_size=64, num_attention_heads=4, num_components=16))
+    >>> output, _, _ = mixer(torch.randn(2, 10, 64))  # (2, 10, 64), causal as the config says
+    >>> output, _, _ = mixer(torch.randn(2, 10, 64), key_value_states=torch.randn(2, 30, 64))  # cross-attention
+    ```
+    """
+
+    def __init__(self, config: GMAConfig, layer_idx: int | None = None):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        routing_size, value_size = (self.num_heads * dim for dim in (config.routing_dim, config.value_dim))
+        self.q_proj = nn.Linear(config.hidden_size, routing_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, routing_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, value_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(value_size, config.hidden_size, bias=config.attention_bias)
+        self.forget_gate = nn.Linear(config.hidden_size, self.num_heads) if config.forget_gate else None
+        # `Trainer` takes weight decay off parameters under a name ending in "norm", and a mixture must have none:
+        # decay would draw all components to one place.
+        self.mixture_norm = GaussianMixture(
+            self.num_heads, config.num_components, config.routing_dim, config.variance_floor
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        tokens_seen: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        output_attentions: bool = False,
+        output_responsibilities: bool = False,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+        """
+        Args:
+            hidden_states: (B, N, hidden_size).
+            attention_mask: (B, N_k) bool, False for keys that write nothing.
+            key_value_states: (B, N_k, hidden_size); where given, keys and values come from it, and every query reads
+                all of them.
+            past_key_values: the cache to continue from and to update.
+            tokens_seen: (B, 2, 1), what `count_tokens` says the cache has seen after this call; counted here if None.
+            cu_seqlens: (S + 1,) boundaries of packed sequences; rows of a batch count as one long row.
+            is_causal: overrides the config's.
+            output_attentions, output_responsibilities: whether to return them.
+
+        Returns:
+            The output (B, N, hidden_size), the induced attention weights (B, H, N, N_k), and query and key
+            responsibilities, each (B, H, N, K).
+        """
+        batch, length = hidden_states.shape[:2]
+        is_cross = key_value_states is not None
+        if is_cross and (past_key_values is not None or cu_seqlens is not None):
+            raise ValueError("`key_value_states` goes with neither `past_key_values` nor `cu_seqlens`.")
+        is_causal = (self.config.is_causal if is_causal is None else is_causal) and not is_cross
+        if past_key_values is not None and not is_causal:
+            raise ValueError("`past_key_values` needs a causal mixer (`is_causal=True`).")
+        if cu_seqlens is not None and batch > 1:
+            if output_attentions:
+                raise ValueError("`output_attentions=True` takes packed sequences in one row (batch size 1) only.")
+            hidden_states = hidden_states.flatten(0, 1).unsqueeze(0)
+            attention_mask = None if attention_mask is None else attention_mask.reshape(1, -1)
+
+        source = key_value_states if is_cross else hidden_states
+        query = self._heads(self.q_proj(hidden_states))
+        key = self._heads(self.k_proj(source))
+        value = self._heads(self.v_proj(source))
+        means, variances, log_priors = self.mixture_norm()
+        options = {
+            "is_causal": is_causal,
+            "key_mask": attention_mask,
+            "cu_seqlens": cu_seqlens,
+            "log_decay": self._log_decay(hidden_states) if is_causal else None,
+            "initial_state": None if past_key_values is None else self._cached_state(past_key_values, batch),
+            "eps": self.config.attention_eps,
+        }
+        output, state = gaussian_mixture_attention(
+            query,
+            key,
+            value,
+            means,
+            variances,
+            log_priors,
+            **options,
+            backend=partial(chunked.attention, chunk_size=self.config.chunk_size),
+        )
+        if past_key_values is not None:
+            if tokens_seen is None:
+                tokens_seen = count_tokens(past_key_values, attention_mask, hidden_states, self.layer_idx)
+            past_key_values.update_recurrent_state(state, self.layer_idx)
+            past_key_values.update_conv_state(tokens_seen, self.layer_idx)
+
+        weights = responsibilities = None
+        if output_attentions:
+            weights = gaussian_mixture_attention_weights(query, key, means, variances, log_priors, **options)
+        if output_responsibilities:
+            responsibilities = tuple(
+                gaussian_responsibilities(x, means, variances, log_priors)
+                .transpose(1, 2)
+                .reshape(batch, -1, self.num_heads, self.config.num_components)
+                .transpose(1, 2)
+                for x in (query, key)
+            )
+        output = self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
+        return output, weights, responsibilities
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _log_decay(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        if self.forget_gate is None:
+            return None
+        gate = self.forget_gate(hidden_states)
+        return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
+
+    def _cached_state(self, past_key_values: Cache, batch: int) -> torch.Tensor | None:
+        state = past_key_values.get_recurrent_state(self.layer_idx)
+        if state is None:
+            return None
+        expected = (batch, self.num_heads, self.config.num_components, self.config.value_dim + 1)
+        if state.shape != expected:
+            raise ValueError(
+                f"`past_key_values` holds a state of shape {tuple(state.shape)} in layer {self.layer_idx}, this model "
+                f"and batch need {expected}: it belongs to another model or another batch."
+            )
+        # The cache is overwritten in place; what backward still needs must not be.
+        return state.clone() if torch.is_grad_enabled() else state
+
+
+def count_tokens(
+    past_key_values: Cache | None, attention_mask: torch.Tensor | None, hidden_states: torch.Tensor, layer_idx: int = 0
+) -> torch.Tensor:
+    """Tokens seen after this call, (B, 2, 1): all of them, and those that are not padding.
+
+    A state does not grow, so its cache has to be told how long it is. The counts live where the cache keeps what a
+    convolution of width one would: reordered, offloaded and reset with everything else. They are exact where the
+    mass in the state is a sum of floats, and right where a forget gate makes the mass count something else.
+    """
+    batch, length = hidden_states.shape[:2]
+    device = hidden_states.device
+    if attention_mask is None:
+        new = torch.full((batch, 2, 1), length, dtype=torch.long, device=device)
+    else:
+        valid = attention_mask.sum(-1, dtype=torch.long)
+        new = torch.stack([torch.full_like(valid, length), valid], dim=1).unsqueeze(-1)
+    seen = None if past_key_values is None else past_key_values.get_conv_state(layer_idx)
+    return new if seen is None else seen.to(device) + new
+
+
+def check_cache(past_key_values: Cache, config: GMAConfig) -> None:
+    """Refuse what is not a cache of this model's layers."""
+    if not isinstance(past_key_values, Cache):
+        raise ValueError(
+            f"`past_key_values` must be a transformers `Cache`, such as `DynamicCache(config=model.config)`, got "
+            f"{type(past_key_values).__name__}."
+        )
+    layers = past_key_values.layers
+    if len(layers) != config.num_hidden_layers or not all(
+        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+    ):
+        raise ValueError(
+            f"`past_key_values` must have {config.num_hidden_layers} layers that hold a state, as "
+            f"`DynamicCache(config=model.config)` makes them, got {len(layers)} of "
+            f"{sorted({type(layer).__name__ for layer in layers})}: it belongs to another model."
+        )
+
+
+def let_cache_tell_length(past_key_values: Cache) -> None:
+    """Give a cache that holds states alone a `get_seq_length`, which `generate` asks for and such caches refuse."""
+    if "get_seq_length" not in vars(past_key_values):
+        past_key_values.get_seq_length = MethodType(_get_seq_length, past_key_values)
+
+
+def _get_seq_length(past_key_values: Cache, layer_idx: int = 0) -> int:
+    seen = past_key_values.get_conv_state(layer_idx)
+    return 0 if seen is None else int(seen[0, 0, 0])

@@ -1,0 +1,72 @@
+"""Gaussian Mixture Attention as the paper writes it: short, slow, and the oracle of every test."""
+
+import math
+
+import torch
+
+
+def responsibilities(x, means, variances, log_priors):
+    """Posterior over components: x (B, H, N, d_r) -> (B, H, N, K)."""
+    distance = (x.unsqueeze(-2) - means.unsqueeze(-3)).square() / variances.unsqueeze(-3)
+    log_density = -0.5 * (x.shape[-1] * math.log(2 * math.pi) + variances.log().sum(-1).unsqueeze(-2) + distance.sum(-1))
+    return torch.softmax(log_priors.unsqueeze(-2) + log_density, dim=-1)
+
+
+def attention(
+    query,
+    key,
+    value,
+    means,
+    variances,
+    log_priors,
+    is_causal=False,
+    key_mask=None,
+    cu_seqlens=None,
+    log_decay=None,
+    initial_state=None,
+    eps=1e-6,
+):
+    """One token at a time where causal, one sequence at a time where packed. Shapes as in `functional`."""
+    mixture = (means, variances, log_priors)
+    if cu_seqlens is not None:
+        outputs, state = [], initial_state
+        for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+            if start == end:
+                continue
+            piece = slice(start, end)
+            output, state = attention(
+                query[:, :, piece],
+                key[:, :, piece],
+                value[:, :, piece],
+                *mixture,
+                is_causal=is_causal,
+                key_mask=None if key_mask is None else key_mask[:, piece],
+                log_decay=None if log_decay is None else log_decay[:, :, piece],
+                initial_state=initial_state if start == 0 else None,
+                eps=eps,
+            )
+            outputs.append(output)
+        return torch.cat(outputs, dim=2), state
+
+    read, write = responsibilities(query, *mixture), responsibilities(key, *mixture)
+    values = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
+    if key_mask is not None:
+        values = values.masked_fill(~key_mask[:, None, :, None], 0.0)
+    if initial_state is None:
+        initial_state = values.new_zeros(*values.shape[:2], means.shape[-2], values.shape[-1])
+
+    if not is_causal:
+        state = initial_state + write.transpose(-1, -2) @ values
+        total = read @ state
+    else:
+        state, totals = initial_state, []
+        for i in range(values.shape[2]):
+            if log_decay is not None:
+                decay = log_decay[:, :, i].exp()
+                if key_mask is not None:
+                    decay = decay.masked_fill(~key_mask[:, None, i], 1.0)
+                state = state * decay[:, :, None, None]
+            state = state + write[:, :, i, :, None] * values[:, :, i, None, :]
+            totals.append(read[:, :, i, None, :] @ state)
+        total = torch.cat(totals, dim=2) if totals else read @ state
+    return total[..., :-1] / (total[..., -1:] + eps), state
