@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 @strict
 class GMAConfig(PreTrainedConfig):
     r"""
-    Every choice that makes a Gaussian Mixture Attention (GMA) model. The defaults are the paper's WikiText-103 decoder.
+    Every choice that makes a Gaussian Mixture Attention (GMA) model. The defaults: the paper's WikiText-103 decoder.
 
     Args:
         vocab_size (`int`, defaults to 50257):
@@ -112,7 +112,8 @@ class GMAConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         head_dim = self.hidden_size // self.num_attention_heads if self.num_attention_heads else 0
-        if (self.routing_dim is None or self.value_dim is None) and head_dim * self.num_attention_heads != self.hidden_size:
+        divides = head_dim * self.num_attention_heads == self.hidden_size
+        if not divides and (self.routing_dim is None or self.value_dim is None):
             raise ValueError(
                 f"`hidden_size` ({self.hidden_size}) must be a multiple of `num_attention_heads` "
                 f"({self.num_attention_heads}), or `routing_dim` and `value_dim` must both be given."

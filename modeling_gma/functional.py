@@ -134,9 +134,7 @@ def gaussian_mixture_attention_weights(
     Quadratic in length: for looking at, not for computing with. With an `initial_state` the rows leave out what goes
     to its tokens, which it no longer tells apart.
     """
-    _check_attention(
-        query, key, key, means, variances, log_priors, is_causal, key_mask, cu_seqlens, log_decay, None
-    )
+    _check_attention(query, key, key, means, variances, log_priors, is_causal, key_mask, cu_seqlens, log_decay, None)
     with _full_precision(query):
         query, key, means, variances, log_priors, log_decay, initial_state = _to_common_dtype(
             query, key, means, variances, log_priors, log_decay, initial_state
@@ -229,7 +227,8 @@ def _check_attention(
             raise ValueError(f"`log_decay` must be at most 0, got {log_decay.max().item()}.")
     if initial_state is not None:
         expected = (batch, heads, means.shape[1], value.shape[3] + 1)
-        if initial_state.shape != expected or torch.promote_types(initial_state.dtype, torch.float32) != initial_state.dtype:
+        is_wide = torch.promote_types(initial_state.dtype, torch.float32) == initial_state.dtype
+        if initial_state.shape != expected or not is_wide:
             raise ValueError(
                 f"`initial_state` must be {expected} (batch, heads, components, value_dim + 1) in float32 or wider, "
                 f"got {tuple(initial_state.shape)} in {initial_state.dtype}."

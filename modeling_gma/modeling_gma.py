@@ -212,9 +212,10 @@ class GMAModel(GMAPreTrainedModel):
         cu_seqlens = self._packed_sequences(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
         if use_cache and is_causal and cu_seqlens is None and past_key_values is None:
-            if not (self.gradient_checkpointing and self.training):
-                past_key_values = DynamicCache(config=self.config)
+            past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and not torch.compiler.is_compiling():
             let_cache_tell_length(past_key_values)
 
@@ -263,7 +264,8 @@ class GMAModel(GMAPreTrainedModel):
         lengths = {length}
         if seen is not None:
             # Where the count cannot be read for free, any mask that reaches over the new tokens is believed.
-            lengths.add(length + int(seen[0, 0, 0]) if can_look_inside(seen) else max(length, attention_mask.shape[-1]))
+            seen = int(seen[0, 0, 0]) if can_look_inside(seen) else max(0, attention_mask.shape[-1] - length)
+            lengths.add(seen + length)
         if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in lengths:
             raise ValueError(
                 f"`attention_mask` must be (batch, length), here ({batch}, {' or '.join(map(str, sorted(lengths)))}), "
@@ -342,7 +344,9 @@ class GMAForCausalLM(GMAPreTrainedModel, GenerationMixin):
     def __init__(self, config: GMAConfig):
         super().__init__(config)
         if not config.is_causal:
-            raise ValueError("`GMAForCausalLM` needs `is_causal=True`: a bidirectional model sees the token to predict.")
+            raise ValueError(
+                "`GMAForCausalLM` needs `is_causal=True`: a bidirectional model sees the token to predict."
+            )
         self.model = GMAModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()

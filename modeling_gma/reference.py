@@ -8,7 +8,8 @@ import torch
 def responsibilities(x, means, variances, log_priors):
     """Posterior over components: x (B, H, N, d_r) -> (B, H, N, K)."""
     distance = (x.unsqueeze(-2) - means.unsqueeze(-3)).square() / variances.unsqueeze(-3)
-    log_density = -0.5 * (x.shape[-1] * math.log(2 * math.pi) + variances.log().sum(-1).unsqueeze(-2) + distance.sum(-1))
+    log_volume = x.shape[-1] * math.log(2 * math.pi) + variances.log().sum(-1)
+    log_density = -0.5 * (log_volume.unsqueeze(-2) + distance.sum(-1))
     return torch.softmax(log_priors.unsqueeze(-2) + log_density, dim=-1)
 
 
