@@ -100,7 +100,7 @@ class GMAAttention(nn.Module):
             "key_mask": attention_mask,
             "cu_seqlens": cu_seqlens,
             "log_decay": self._log_decay(hidden_states) if is_causal else None,
-            "initial_state": None if past_key_values is None else self._cached_state(past_key_values, batch),
+            "initial_state": None if past_key_values is None else self._cached_state(past_key_values),
             "eps": self.config.attention_eps,
         }
         output, state = gaussian_mixture_attention(
@@ -142,18 +142,10 @@ class GMAAttention(nn.Module):
         gate = self.forget_gate(hidden_states)
         return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
 
-    def _cached_state(self, past_key_values: Cache, batch: int) -> torch.Tensor | None:
+    def _cached_state(self, past_key_values: Cache) -> torch.Tensor | None:
         state = past_key_values.get_recurrent_state(self.layer_idx)
-        if state is None:
-            return None
-        expected = (batch, self.num_heads, self.config.num_components, self.config.value_dim + 1)
-        if state.shape != expected:
-            raise ValueError(
-                f"`past_key_values` holds a state of shape {tuple(state.shape)} in layer {self.layer_idx}, this model "
-                f"and batch need {expected}: it belongs to another model or another batch."
-            )
         # The cache is overwritten in place; what backward still needs must not be.
-        return state.clone() if torch.is_grad_enabled() else state
+        return state.clone() if state is not None and torch.is_grad_enabled() else state
 
 
 def count_tokens(
@@ -176,28 +168,38 @@ def count_tokens(
     return new if seen is None else seen.to(device) + new
 
 
-def check_cache(past_key_values: Cache, config: GMAConfig) -> None:
-    """Refuse what is not a cache of this model's layers."""
+def check_cache(past_key_values: Cache, config: GMAConfig, batch: int) -> None:
+    """Refuse what is not a cache of this model and batch."""
     if not isinstance(past_key_values, Cache):
         raise ValueError(
             f"`past_key_values` must be a transformers `Cache`, such as `DynamicCache(config=model.config)`, got "
             f"{type(past_key_values).__name__}."
         )
     layers = past_key_values.layers
-    if len(layers) != config.num_hidden_layers or not all(
-        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
-    ):
+    if len(layers) != config.num_hidden_layers or not _holds_states_alone(past_key_values):
         raise ValueError(
             f"`past_key_values` must have {config.num_hidden_layers} layers that hold a state, as "
             f"`DynamicCache(config=model.config)` makes them, got {len(layers)} of "
             f"{sorted({type(layer).__name__ for layer in layers})}: it belongs to another model."
         )
+    expected = (batch, config.num_attention_heads, config.num_components, config.value_dim + 1)
+    for index in range(len(layers)):
+        state = past_key_values.get_recurrent_state(index)
+        if state is not None and state.shape != expected:
+            raise ValueError(
+                f"`past_key_values` holds a state of shape {tuple(state.shape)} in layer {index}, this model and "
+                f"batch need {expected}: it belongs to another model or another batch."
+            )
 
 
 def let_cache_tell_length(past_key_values: Cache) -> None:
     """Give a cache that holds states alone a `get_seq_length`, which `generate` asks for and such caches refuse."""
-    if "get_seq_length" not in vars(past_key_values):
+    if "get_seq_length" not in vars(past_key_values) and _holds_states_alone(past_key_values):
         past_key_values.get_seq_length = MethodType(_get_seq_length, past_key_values)
+
+
+def _holds_states_alone(past_key_values: Cache) -> bool:
+    return all(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in past_key_values.layers)
 
 
 def _get_seq_length(past_key_values: Cache, layer_idx: int = 0) -> int:

@@ -200,14 +200,14 @@ class GMAModel(GMAPreTrainedModel):
         is_causal = self._option(kwargs, "is_causal")
         output_attentions = self._option(kwargs, "output_attentions")
         output_responsibilities = self._option(kwargs, "output_responsibilities")
-        if past_key_values is not None:
-            if not is_causal:
-                raise ValueError("`past_key_values` needs a causal model (`is_causal=True`).")
-            check_cache(past_key_values, self.config)
+        if past_key_values is not None and not is_causal:
+            raise ValueError("`past_key_values` needs a causal model (`is_causal=True`).")
         if inputs_embeds is None:
             self._check_token_ids(input_ids)
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.embed_tokens(input_ids)
+        if past_key_values is not None:
+            check_cache(past_key_values, self.config, inputs_embeds.shape[0])
 
         cu_seqlens = self._packed_sequences(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         if use_cache is None:
@@ -406,7 +406,6 @@ class GMAForCausalLM(GMAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if model_kwargs.get("past_key_values") is not None:
-            check_cache(model_kwargs["past_key_values"], self.config)
             let_cache_tell_length(model_kwargs["past_key_values"])
 
     @staticmethod
@@ -451,8 +450,7 @@ class GMAForMaskedLM(GMAPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            use_cache=False,
-            **kwargs,
+            **({"use_cache": False} | kwargs),
         )
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
@@ -567,8 +565,7 @@ class GMAForTokenClassification(GMAPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            use_cache=False,
-            **kwargs,
+            **({"use_cache": False} | kwargs),
         )
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None
