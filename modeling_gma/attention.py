@@ -21,6 +21,14 @@ from .functional import (
 from .mixture import GaussianMixture
 
 
+class GMAForgetGate(nn.Linear):
+    """One log-decay, below 0, a head and token: (B, N, hidden_size) -> (B, H, N), in float32 or wider."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate = super().forward(hidden_states)
+        return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
+
+
 class GMAAttention(nn.Module):
     """Multi-head Gaussian mixture attention over one sequence, or from one sequence to another.
 
@@ -41,7 +49,7 @@ class GMAAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, value_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(value_size, config.hidden_size, bias=config.attention_bias)
-        self.forget_gate = nn.Linear(config.hidden_size, self.num_heads) if config.forget_gate else None
+        self.forget_gate = GMAForgetGate(config.hidden_size, self.num_heads) if config.forget_gate else None
         # `Trainer` takes weight decay off parameters under a name ending in "norm", and a mixture must have none:
         # decay would draw all components to one place.
         self.mixture_norm = GaussianMixture(
@@ -99,7 +107,7 @@ class GMAAttention(nn.Module):
             "is_causal": is_causal,
             "key_mask": attention_mask,
             "cu_seqlens": cu_seqlens,
-            "log_decay": self._log_decay(hidden_states) if is_causal else None,
+            "log_decay": self.forget_gate(hidden_states) if self.forget_gate is not None and is_causal else None,
             "initial_state": None if past_key_values is None else self._cached_state(past_key_values),
             "eps": self.config.attention_eps,
         }
@@ -122,6 +130,9 @@ class GMAAttention(nn.Module):
         weights = responsibilities = None
         if output_attentions:
             weights = gaussian_mixture_attention_weights(query, key, means, variances, log_priors, **options)
+            if options["initial_state"] is None:
+                # The same output by way of the weights, so that they have gradients.
+                output = (weights @ value.to(weights.dtype)).to(value.dtype)
         if output_responsibilities:
             responsibilities = tuple(
                 gaussian_responsibilities(x, means, variances, log_priors)
@@ -135,12 +146,6 @@ class GMAAttention(nn.Module):
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-    def _log_decay(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        if self.forget_gate is None:
-            return None
-        gate = self.forget_gate(hidden_states)
-        return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
 
     def _cached_state(self, past_key_values: Cache) -> torch.Tensor | None:
         state = past_key_values.get_recurrent_state(self.layer_idx)

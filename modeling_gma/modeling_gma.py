@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from configuration_gma import GMAConfig
 
-from .attention import GMAAttention, check_cache, count_tokens, let_cache_tell_length
+from .attention import GMAAttention, GMAForgetGate, check_cache, count_tokens, let_cache_tell_length
 from .chunked import sequence_of_token
 from .functional import can_look_inside
 from .mixture import GaussianMixture
@@ -150,8 +150,8 @@ class GMAPreTrainedModel(PreTrainedModel):
             init.normal_(module.mu, std=0.5)
             init.constant_(module.omega, math.log(math.expm1(1.0)))
             init.zeros_(module.alpha)
-        elif isinstance(module, GMAAttention) and module.forget_gate is not None:
-            init.constant_(module.forget_gate.bias, FORGET_GATE_BIAS)
+        elif isinstance(module, GMAForgetGate):
+            init.constant_(module.bias, FORGET_GATE_BIAS)
 
 
 class GMAModel(GMAPreTrainedModel):

@@ -265,7 +265,7 @@ def test_outputs(model_class, tiny_config):
             assert (weights.triu(1) == 0).all()
     plain = model(tokens)
     assert plain.hidden_states is None and plain.attentions is None and plain.responsibilities is None
-    assert torch.equal(main_output(plain), main_output(outputs))
+    torch.testing.assert_close(main_output(plain), main_output(outputs), rtol=1e-4, atol=1e-5)
     assert torch.equal(main_output(plain), model(tokens, return_dict=False)[0])
 
 
@@ -278,6 +278,15 @@ def test_attentions_are_the_induced_weights(tiny_config):
     weights = model(make_tokens(), output_attentions=True).attentions[0]
     value = seen["value"].unflatten(-1, (4, -1)).transpose(1, 2)
     torch.testing.assert_close((weights @ value).transpose(1, 2).flatten(2), seen["mixed"], rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_and_attentions_have_gradients(tiny_config):
+    outputs = GMAForCausalLM(tiny_config())(make_tokens(), output_hidden_states=True, output_attentions=True)
+    recorded = [*outputs.hidden_states, *outputs.attentions]
+    for tensor in recorded:
+        tensor.retain_grad()
+    outputs.logits[0, -1, 0].backward()
+    assert all(tensor.grad is not None for tensor in recorded)
 
 
 def test_outputs_asked_for_in_the_config(tiny_config):

@@ -1,0 +1,80 @@
+"""The mixer on its own."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from modeling_gma import GMAModel
+
+
+@pytest.fixture
+def mixer(tiny_config):
+    return GMAModel(tiny_config()).layers[0].mixer.eval()
+
+
+def test_cross_attention_reads_all_of_the_other_sequence(mixer):
+    x, y = torch.randn(2, 7, 32), torch.randn(2, 13, 32)
+    output, weights, (read, write) = mixer(x, key_value_states=y, output_attentions=True, output_responsibilities=True)
+    assert output.shape == (2, 7, 32) and weights.shape == (2, 4, 7, 13)
+    assert read.shape == (2, 4, 7, 6) and write.shape == (2, 4, 13, 6)
+    assert (weights > 0).all()
+    value = mixer.v_proj(y).unflatten(-1, (4, -1)).transpose(1, 2)
+    expected = mixer.o_proj((weights @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    order = torch.randperm(13)
+    torch.testing.assert_close(mixer(x, key_value_states=y[:, order])[0], output, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention_ignores_masked_keys(mixer):
+    x, y = torch.randn(2, 7, 32), torch.randn(2, 13, 32)
+    mask = torch.arange(13).expand(2, -1) < torch.tensor([[13], [9]])
+    output, *_ = mixer(x, key_value_states=y, attention_mask=mask)
+    torch.testing.assert_close(output[1:], mixer(x[1:], key_value_states=y[1:, :9])[0], rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention_keeps_no_cache(mixer, tiny_config):
+    x = torch.randn(2, 7, 32)
+    with pytest.raises(ValueError, match="`key_value_states` goes with neither"):
+        mixer(x, key_value_states=x, past_key_values=DynamicCache(config=tiny_config()))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"routing_dim": 5, "value_dim": 7}, {"attention_bias": False}, {"hidden_size": 30}]
+)
+def test_shapes_of_its_own(changes, tiny_config):
+    config = tiny_config(**({"routing_dim": 8, "value_dim": 8} | changes))
+    mixer = GMAModel(config).layers[0].mixer
+    x = torch.randn(2, 9, config.hidden_size)
+    assert mixer(x)[0].shape == x.shape
+    assert (mixer.q_proj.bias is None) == (not config.attention_bias)
+
+
+def test_direction_can_be_chosen_by_the_call(mixer):
+    x = torch.randn(1, 9, 32)
+    changed = x.clone()
+    changed[:, -1] += 1
+    assert torch.equal(mixer(x)[0][:, :-1], mixer(changed)[0][:, :-1])
+    assert not torch.equal(mixer(x, is_causal=False)[0][:, :-1], mixer(changed, is_causal=False)[0][:, :-1])
+
+
+@torch.no_grad()
+def test_a_mixer_alone_counts_what_its_cache_has_seen(mixer, tiny_config):
+    cache = DynamicCache(config=tiny_config())
+    x = torch.randn(2, 12, 32)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[0, :3] = False
+    pieces = [
+        mixer(x[:, :8], attention_mask=mask, past_key_values=cache)[0],
+        mixer(x[:, 8:], past_key_values=cache)[0],
+    ]
+    whole = torch.cat([mask, torch.ones(2, 4, dtype=torch.bool)], dim=1)
+    expected = mixer(x, attention_mask=whole)[0]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-5)
+    assert cache.get_conv_state(0).squeeze(-1).tolist() == [[12, 9], [12, 12]]
+
+
+def test_forget_gate_starts_by_keeping(tiny_config):
+    mixer = GMAModel(tiny_config(forget_gate=True)).layers[0].mixer
+    log_decay = mixer.forget_gate(torch.zeros(1, 5, 32))
+    assert log_decay.shape == (1, 4, 5)
+    assert (log_decay.exp() > 0.98).all() and (log_decay < 0).all()
