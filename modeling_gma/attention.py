@@ -108,7 +108,7 @@ class GMAAttention(nn.Module):
             "key_mask": attention_mask,
             "cu_seqlens": cu_seqlens,
             "log_decay": self.forget_gate(hidden_states) if self.forget_gate is not None and is_causal else None,
-            "initial_state": None if past_key_values is None else self._cached_state(past_key_values),
+            "initial_state": None if past_key_values is None else self._initial_state(past_key_values),
             "eps": self.config.attention_eps,
         }
         output, state = gaussian_mixture_attention(
@@ -147,10 +147,22 @@ class GMAAttention(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _cached_state(self, past_key_values: Cache) -> torch.Tensor | None:
-        state = past_key_values.get_recurrent_state(self.layer_idx)
+    def _initial_state(self, past_key_values: Cache) -> torch.Tensor | None:
+        state = cached_state(past_key_values, self.layer_idx)
         # The cache is overwritten in place; what backward still needs must not be.
         return state.clone() if state is not None and torch.is_grad_enabled() else state
+
+
+def cached_state(past_key_values: Cache, layer_idx: int) -> torch.Tensor | None:
+    """The state that a layer continues from, (B, H, K, d_v + 1)."""
+    layer = past_key_values.layers[layer_idx]
+    return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+
+
+def cached_count(past_key_values: Cache | None, layer_idx: int = 0) -> torch.Tensor | None:
+    """What `count_tokens` left in the cache, (B, 2, 1)."""
+    layer = None if past_key_values is None else past_key_values.layers[layer_idx]
+    return layer.conv_states[0] if layer is not None and layer.has_previous_state[0] else None
 
 
 def count_tokens(
@@ -169,7 +181,7 @@ def count_tokens(
     else:
         valid = attention_mask.sum(-1, dtype=torch.long)
         new = torch.stack([torch.full_like(valid, length), valid], dim=1).unsqueeze(-1)
-    seen = None if past_key_values is None else past_key_values.get_conv_state(layer_idx)
+    seen = cached_count(past_key_values, layer_idx)
     return new if seen is None else seen.to(device) + new
 
 
@@ -189,7 +201,7 @@ def check_cache(past_key_values: Cache, config: GMAConfig, batch: int) -> None:
         )
     expected = (batch, config.num_attention_heads, config.num_components, config.value_dim + 1)
     for index in range(len(layers)):
-        state = past_key_values.get_recurrent_state(index)
+        state = cached_state(past_key_values, index)
         if state is not None and state.shape != expected:
             raise ValueError(
                 f"`past_key_values` holds a state of shape {tuple(state.shape)} in layer {index}, this model and "
@@ -208,5 +220,5 @@ def _holds_states_alone(past_key_values: Cache) -> bool:
 
 
 def _get_seq_length(past_key_values: Cache, layer_idx: int = 0) -> int:
-    seen = past_key_values.get_conv_state(layer_idx)
+    seen = cached_count(past_key_values, layer_idx)
     return 0 if seen is None else int(seen[0, 0, 0])

@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from configuration_gma import GMAConfig
 
-from .attention import GMAAttention, GMAForgetGate, check_cache, count_tokens, let_cache_tell_length
+from .attention import GMAAttention, GMAForgetGate, cached_count, check_cache, count_tokens, let_cache_tell_length
 from .chunked import sequence_of_token
 from .functional import can_look_inside
 from .mixture import GaussianMixture
@@ -260,7 +260,7 @@ class GMAModel(GMAPreTrainedModel):
         if attention_mask is None:
             return None
         batch, length = inputs_embeds.shape[:2]
-        seen = None if past_key_values is None else past_key_values.get_conv_state(0)
+        seen = cached_count(past_key_values)
         lengths = {length}
         if seen is not None:
             # Where the count cannot be read for free, any mask that reaches over the new tokens is believed.
@@ -291,7 +291,7 @@ class GMAModel(GMAPreTrainedModel):
             positions = torch.arange(length, device=device).unsqueeze(0)
         else:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        seen = None if past_key_values is None else past_key_values.get_conv_state(0)
+        seen = cached_count(past_key_values)
         return positions if seen is None else positions + seen[:, 1].to(device)
 
     def _check_positions(self, position_ids: torch.Tensor) -> None:

@@ -70,7 +70,7 @@ def test_a_mixer_alone_counts_what_its_cache_has_seen(mixer, tiny_config):
     whole = torch.cat([mask, torch.ones(2, 4, dtype=torch.bool)], dim=1)
     expected = mixer(x, attention_mask=whole)[0]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-5)
-    assert cache.get_conv_state(0).squeeze(-1).tolist() == [[12, 9], [12, 12]]
+    assert cache.layers[0].conv_states[0].squeeze(-1).tolist() == [[12, 9], [12, 12]]
 
 
 def test_forget_gate_starts_by_keeping(tiny_config):

@@ -239,7 +239,7 @@ def test_bfloat16(model_class, tiny_config, tmp_path):
 def test_bfloat16_keeps_a_wide_state(tiny_config):
     model = GMAForCausalLM(tiny_config()).eval().to(torch.bfloat16)
     cache = model(make_tokens()).past_key_values
-    assert cache.get_recurrent_state(0).dtype == torch.float32
+    assert cache.layers[0].recurrent_states[0].dtype == torch.float32
     tokens = model.generate(make_tokens(), max_new_tokens=5)
     assert tokens.shape == (2, 26)
 
@@ -612,7 +612,7 @@ cache = DynamicCache(config=config)
 with torch.no_grad():
     for start in range(0, total, piece):
         logits = model(tokens[:, start : start + piece], past_key_values=cache, logits_to_keep=1).logits
-mass = cache.get_recurrent_state(1)[..., -1].sum(-1)
+mass = cache.layers[1].recurrent_states[0][..., -1].sum(-1)
 print(cache.get_seq_length(), bool(logits.isfinite().all()), *mass.flatten().tolist(),
       resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
