@@ -147,7 +147,10 @@ class GMAPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         if isinstance(module, GaussianMixture):
-            init.normal_(module.mu, std=0.5)
+            # Means of equal norm, as large as routing vectors are at the start; unit variances; uniform priors.
+            routing_std = self.config.initializer_range * math.sqrt(self.config.hidden_size)
+            directions = nn.functional.normalize(torch.randn_like(module.mu), dim=-1)
+            init.copy_(module.mu, directions * (routing_std * math.sqrt(module.mu.shape[-1])))
             init.constant_(module.omega, math.log(math.expm1(1.0)))
             init.zeros_(module.alpha)
         elif isinstance(module, GMAForgetGate):
