@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -249,7 +250,7 @@ def test_bfloat16_keeps_a_wide_state(tiny_config):
 
 @pytest.mark.parametrize("model_class", HEADS)
 def test_outputs(model_class, tiny_config):
-    config = config_for(model_class, tiny_config)
+    config = config_for(model_class, tiny_config, attention_eps=1e-12)
     model = model_class(config).eval()
     tokens = make_tokens()
     outputs = model(tokens, output_hidden_states=True, output_attentions=True, output_responsibilities=True)
@@ -260,7 +261,7 @@ def test_outputs(model_class, tiny_config):
         torch.testing.assert_close(read.sum(-1), torch.ones(2, 4, 21))
     for weights in outputs.attentions:
         assert (weights >= 0).all()
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 21), rtol=0, atol=1e-3)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 21))
         if config.is_causal:
             assert (weights.triu(1) == 0).all()
     plain = model(tokens)
@@ -861,7 +862,7 @@ def test_compiled_decoding_in_one_graph_without_recompiling(cache_class, tiny_co
         else StaticCache(model.config, max_cache_len=64)
     )
     model(tokens[:, :8], past_key_values=cache)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for i in range(8, 30):
         logits = compiled(tokens[:, i : i + 1], past_key_values=cache).logits
