@@ -148,7 +148,7 @@ class GMAPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, GaussianMixture):
             # Means of equal norm, as long as routing vectors are at the start; unit variances; uniform priors.
-            # Measured on a million tokens of IMDb (4 heads, K = 64): means 0.5, 1, 2 and 4 times as long give validation
+            # Measured on a million tokens of IMDb (K = 64): means 0.5, 1, 2 and 4 times as long give validation
             # perplexities of 240.0, 237.5, 239.4 and 244.2 at width 128; 0.3, 1 and 1.6 times give 332, 322 and 340 at
             # width 256. Usage entropy starts at 1.0 of log K in all, token entropy at 0.99 and 0.92 with the chosen.
             routing_std = self.config.initializer_range * math.sqrt(self.config.hidden_size)
