@@ -4,6 +4,7 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 
 @strict
@@ -121,8 +122,6 @@ class GMAConfig(PreTrainedConfig):
         self.routing_dim = head_dim if self.routing_dim is None else self.routing_dim
         self.value_dim = head_dim if self.value_dim is None else self.value_dim
         self.intermediate_size = 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
-        if self.classifier_pooling is None:
-            self.classifier_pooling = "last" if self.is_causal else "mean"
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
@@ -147,8 +146,17 @@ class GMAConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
         if not 0 <= self.hidden_dropout < 1:
             raise ValueError(f"`hidden_dropout` must be at least 0 and below 1, got {self.hidden_dropout}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of {sorted(ACT2FN)}, got {self.hidden_act!r}.")
         if self.forget_gate and not self.is_causal:
             raise ValueError("`forget_gate=True` needs `is_causal=True`: forgetting has a direction.")
+
+    def __getattribute__(self, name):
+        value = super().__getattribute__(name)
+        if name == "classifier_pooling" and value is None:
+            # Decided when asked for: `from_pretrained(..., is_causal=False)` changes the default too.
+            return "last" if self.is_causal else "mean"
+        return value
 
     @property
     def layer_types(self) -> list[str]:

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from configuration_gma import GMAConfig
 
@@ -38,6 +39,8 @@ for _auto_class, _model_class in (
     (AutoModelForTokenClassification, GMAForTokenClassification),
 ):
     _auto_class.register(GMAConfig, _model_class, exist_ok=True)
+# By this table `Trainer` knows that labels are to be shifted when it smooths them.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["gma"] = GMAForCausalLM.__name__
 
 __all__ = [
     "GMAAttention",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +20,20 @@ from .functional import (
 from .mixture import GaussianMixture
 
 
-class GMAForgetGate(nn.Linear):
+# sigmoid(4) = 0.982: memory starts with a half-life of 38 tokens.
+FORGET_GATE_BIAS = 4.0
+
+
+class GMAForgetGate(nn.Module):
     """One log-decay, below 0, a head and token: (B, N, hidden_size) -> (B, H, N), in float32 or wider."""
 
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.bias = nn.Parameter(torch.full((num_heads,), FORGET_GATE_BIAS))
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate = super().forward(hidden_states)
+        gate = self.proj(hidden_states) + self.bias
         return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
 
 
@@ -67,12 +75,11 @@ class GMAAttention(nn.Module):
         is_causal: bool | None = None,
         output_attentions: bool = False,
         output_responsibilities: bool = False,
-        **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
         """
         Args:
             hidden_states: (B, N, hidden_size).
-            attention_mask: (B, N_k) bool, False for keys that write nothing.
+            attention_mask: (B, N_k), False or 0 for keys that write nothing.
             key_value_states: (B, N_k, hidden_size); where given, keys and values come from it, and every query reads
                 all of them.
             past_key_values: the cache to continue from and to update.
@@ -92,6 +99,10 @@ class GMAAttention(nn.Module):
         is_causal = (self.config.is_causal if is_causal is None else is_causal) and not is_cross
         if past_key_values is not None and not is_causal:
             raise ValueError("`past_key_values` needs a causal mixer (`is_causal=True`).")
+        if past_key_values is not None and self.layer_idx is None:
+            raise ValueError("`past_key_values` needs to know its layer: construct the mixer with `layer_idx`.")
+        if attention_mask is not None:
+            attention_mask = attention_mask.to(torch.bool)
         if cu_seqlens is not None and batch > 1:
             if output_attentions:
                 raise ValueError("`output_attentions=True` takes packed sequences in one row (batch size 1) only.")
@@ -121,12 +132,6 @@ class GMAAttention(nn.Module):
             **options,
             backend=partial(chunked.attention, chunk_size=self.config.chunk_size),
         )
-        if past_key_values is not None:
-            if tokens_seen is None:
-                tokens_seen = count_tokens(past_key_values, attention_mask, hidden_states, self.layer_idx)
-            past_key_values.update_recurrent_state(state, self.layer_idx)
-            past_key_values.update_conv_state(tokens_seen, self.layer_idx)
-
         weights = responsibilities = None
         if output_attentions:
             weights = gaussian_mixture_attention_weights(query, key, means, variances, log_priors, **options)
@@ -141,6 +146,11 @@ class GMAAttention(nn.Module):
                 .transpose(1, 2)
                 for x in (query, key)
             )
+        if past_key_values is not None:
+            if tokens_seen is None:
+                tokens_seen = count_tokens(past_key_values, attention_mask, hidden_states, self.layer_idx)
+            past_key_values.update_recurrent_state(state, self.layer_idx)
+            past_key_values.update_conv_state(tokens_seen, self.layer_idx)
         output = self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
         return output, weights, responsibilities
 
@@ -194,10 +204,10 @@ def check_cache(past_key_values: Cache, config: GMAConfig, batch: int) -> None:
         )
     layers = past_key_values.layers
     if len(layers) != config.num_hidden_layers or not _holds_states_alone(past_key_values):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "a cache made without a config"
         raise ValueError(
             f"`past_key_values` must have {config.num_hidden_layers} layers that hold a state, as "
-            f"`DynamicCache(config=model.config)` makes them, got {len(layers)} of "
-            f"{sorted({type(layer).__name__ for layer in layers})}: it belongs to another model."
+            f"`DynamicCache(config=model.config)` makes them, got {len(layers)} ({kinds}), as of another model."
         )
     expected = (batch, config.num_attention_heads, config.num_components, config.value_dim + 1)
     for index in range(len(layers)):
@@ -212,13 +222,14 @@ def check_cache(past_key_values: Cache, config: GMAConfig, batch: int) -> None:
 def let_cache_tell_length(past_key_values: Cache) -> None:
     """Give a cache that holds states alone a `get_seq_length`, which `generate` asks for and such caches refuse."""
     if "get_seq_length" not in vars(past_key_values) and _holds_states_alone(past_key_values):
-        past_key_values.get_seq_length = MethodType(_get_seq_length, past_key_values)
+        # Of the layers, not of the cache: no circle, and it can be copied and pickled with the cache.
+        past_key_values.get_seq_length = partial(_tokens_seen, past_key_values.layers)
 
 
 def _holds_states_alone(past_key_values: Cache) -> bool:
     return all(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in past_key_values.layers)
 
 
-def _get_seq_length(past_key_values: Cache, layer_idx: int = 0) -> int:
-    seen = cached_count(past_key_values, layer_idx)
-    return 0 if seen is None else int(seen[0, 0, 0])
+def _tokens_seen(layers: list, layer_idx: int = 0) -> int:
+    layer = layers[layer_idx]
+    return int(layer.conv_states[0][0, 0, 0]) if layer.has_previous_state[0] else 0

@@ -88,18 +88,20 @@ def gaussian_mixture_attention(
     _check_attention(
         query, key, value, means, variances, log_priors, is_causal, key_mask, cu_seqlens, log_decay, initial_state
     )
+    if eps <= 0:
+        raise ValueError(f"`eps` must be above 0, got {eps}.")
     if backend is None:
         backend = "chunked"
     if not callable(backend):
         if backend not in BACKENDS:
             raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, a function or None, got {backend!r}.")
         backend = BACKENDS[backend]
-    dtype = value.dtype
+    # Queries, keys and values stay as they are, and are widened where they are used: what is kept for backward is not.
     with _full_precision(query):
-        query, key, value, means, variances, log_priors, log_decay, initial_state = _to_common_dtype(
+        _, _, _, means, variances, log_priors, log_decay, initial_state = _to_common_dtype(
             query, key, value, means, variances, log_priors, log_decay, initial_state
         )
-        output, state = backend(
+        return backend(
             query,
             key,
             value,
@@ -113,7 +115,6 @@ def gaussian_mixture_attention(
             initial_state=initial_state,
             eps=eps,
         )
-    return output.to(dtype), state
 
 
 def gaussian_mixture_attention_weights(
@@ -191,6 +192,8 @@ def _check_mixture(means, variances, log_priors):
             f"`variances` must be shaped like `means` and `log_priors` must be (heads, components), got means "
             f"{tuple(means.shape)}, variances {tuple(variances.shape)}, log_priors {tuple(log_priors.shape)}."
         )
+    if can_look_inside(variances) and (variances <= 0).any():
+        raise ValueError(f"`variances` must be above 0, got {variances.min().item()}.")
 
 
 def _check_attention(
@@ -200,6 +203,8 @@ def _check_attention(
     _check_routing("key", key, means)
     _check_mixture(means, variances, log_priors)
     batch, heads, length = key.shape[:3]
+    if not (query.is_floating_point() and key.is_floating_point() and value.is_floating_point()):
+        raise ValueError(f"`query`, `key` and `value` must be floats, got {query.dtype}, {key.dtype}, {value.dtype}.")
     if query.shape[0] != batch or value.dim() != 4 or value.shape[:3] != key.shape[:3]:
         raise ValueError(
             f"`query`, `key` and `value` must share batch and heads, and `key` and `value` their length, got query "
@@ -242,9 +247,11 @@ def _check_cu_seqlens(cu_seqlens, batch, length):
             f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)} and batch {batch}."
         )
     if can_look_inside(cu_seqlens) and (
-        cu_seqlens[0] != 0 or cu_seqlens[-1] != length or (cu_seqlens.diff() < 0).any()
+        cu_seqlens[0] != 0 or cu_seqlens[-1] != length or (cu_seqlens.diff() < 1).any()
     ):
-        raise ValueError(f"`cu_seqlens` must rise from 0 to the length {length}, got {cu_seqlens.tolist()}.")
+        raise ValueError(
+            f"`cu_seqlens` must rise from 0 to the length {length} with no empty sequence, got {cu_seqlens.tolist()}."
+        )
 
 
 def can_look_inside(tensor: torch.Tensor) -> bool:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
+
+
+# Spread over the components of a routing vector's scores at the start.
+SCORE_SPREAD = 0.5
 
 
 class GaussianMixture(nn.Module):
@@ -13,12 +20,28 @@ class GaussianMixture(nn.Module):
     Calling it gives what `gaussian_mixture_attention` takes: means, variances and log_priors, in float32 or wider.
     """
 
-    def __init__(self, num_heads: int, num_components: int, routing_dim: int, variance_floor: float):
+    def __init__(self, num_heads: int, num_components: int, routing_dim: int, variance_floor: float = 1e-4):
         super().__init__()
         self.variance_floor = variance_floor
         self.mu = nn.Parameter(torch.empty(num_heads, num_components, routing_dim))
         self.omega = nn.Parameter(torch.empty(num_heads, num_components, routing_dim))
         self.alpha = nn.Parameter(torch.empty(num_heads, num_components))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, routing_std: float = 3**-0.5) -> None:
+        """Start a mixture for routing vectors whose entries have this standard deviation.
+
+        The default is what `nn.Linear` makes of inputs of unit variance. Means are as long as routing vectors, all
+        equally: unequal lengths tilt every token towards the same components. Priors are uniform. Variances are such
+        that scores spread by SCORE_SPREAD, whatever the width.
+        """
+        routing_dim = self.mu.shape[-1]
+        directions = F.normalize(torch.randn_like(self.mu), dim=-1)
+        init.copy_(self.mu, directions * (routing_std * math.sqrt(routing_dim)))
+        variance = routing_std**2 * math.sqrt(routing_dim) / SCORE_SPREAD - self.variance_floor
+        init.constant_(self.omega, variance + math.log(-math.expm1(-variance)))
+        init.zeros_(self.alpha)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(self.mu.dtype, torch.float32)

@@ -26,16 +26,21 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from configuration_gma import GMAConfig
 
-from .attention import GMAAttention, GMAForgetGate, cached_count, check_cache, count_tokens, let_cache_tell_length
+from .attention import (
+    FORGET_GATE_BIAS,
+    GMAAttention,
+    GMAForgetGate,
+    cached_count,
+    check_cache,
+    count_tokens,
+    let_cache_tell_length,
+)
 from .chunked import sequence_of_token
 from .functional import can_look_inside
 from .mixture import GaussianMixture
 
 
 logger = logging.get_logger(__name__)
-
-# sigmoid(4) = 0.982: memory starts with a half-life of 38 tokens.
-FORGET_GATE_BIAS = 4.0
 
 
 class GMAKwargs(TransformersKwargs, total=False):
@@ -147,15 +152,8 @@ class GMAPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         if isinstance(module, GaussianMixture):
-            # Means of equal norm, as long as routing vectors are at the start; unit variances; uniform priors.
-            # Measured on a million tokens of IMDb (K = 64): means 0.5, 1, 2 and 4 times as long give validation
-            # perplexities of 240.0, 237.5, 239.4 and 244.2 at width 128; 0.3, 1 and 1.6 times give 332, 322 and 340 at
-            # width 256. Usage entropy starts at 1.0 of log K in all, token entropy at 0.99 and 0.92 with the chosen.
-            routing_std = self.config.initializer_range * math.sqrt(self.config.hidden_size)
-            directions = nn.functional.normalize(torch.randn_like(module.mu), dim=-1)
-            init.copy_(module.mu, directions * (routing_std * math.sqrt(module.mu.shape[-1])))
-            init.constant_(module.omega, math.log(math.expm1(1.0)))
-            init.zeros_(module.alpha)
+            # Routing vectors are projections of normalised hidden states. REPORT
+            module.reset_parameters(self.config.initializer_range * math.sqrt(self.config.hidden_size))
         elif isinstance(module, GMAForgetGate):
             init.constant_(module.bias, FORGET_GATE_BIAS)
 
@@ -165,7 +163,7 @@ class GMAModel(GMAPreTrainedModel):
 
     def __init__(self, config: GMAConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = GMAPositions(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList([GMALayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
@@ -208,18 +206,25 @@ class GMAModel(GMAPreTrainedModel):
         output_responsibilities = self._option(kwargs, "output_responsibilities")
         if past_key_values is not None and not is_causal:
             raise ValueError("`past_key_values` needs a causal model (`is_causal=True`).")
+        if self.gradient_checkpointing and self.training:
+            if past_key_values is not None:
+                logger.warning_once("`past_key_values` is left out: gradient checkpointing would write it twice.")
+            use_cache, past_key_values = False, None
         if inputs_embeds is None:
             self._check_token_ids(input_ids)
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.embed_tokens(input_ids)
+        elif inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"`inputs_embeds` must be (batch, length, {self.config.hidden_size}), got "
+                f"{tuple(inputs_embeds.shape)}."
+            )
         if past_key_values is not None:
             check_cache(past_key_values, self.config, inputs_embeds.shape[0])
 
         cu_seqlens = self._packed_sequences(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if self.gradient_checkpointing and self.training:
-            use_cache = False
         if use_cache and is_causal and cu_seqlens is None and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and not torch.compiler.is_compiling():
@@ -228,7 +233,7 @@ class GMAModel(GMAPreTrainedModel):
         attention_mask = self._local_mask(attention_mask, inputs_embeds, past_key_values)
         if position_ids is None:
             position_ids = self._count_positions(inputs_embeds, attention_mask, past_key_values, cu_seqlens)
-        self._check_positions(position_ids)
+        self._check_positions(position_ids, inputs_embeds)
         hidden_states = self.dropout(self.positions(inputs_embeds, position_ids))
 
         tokens_seen = None if past_key_values is None else count_tokens(past_key_values, attention_mask, inputs_embeds)
@@ -242,7 +247,6 @@ class GMAModel(GMAPreTrainedModel):
                 is_causal=is_causal,
                 output_attentions=output_attentions,
                 output_responsibilities=output_responsibilities,
-                **kwargs,
             )
         return GMAModelOutput(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
@@ -255,10 +259,11 @@ class GMAModel(GMAPreTrainedModel):
             raise ValueError(f"`input_ids` must be (batch, length), got {tuple(input_ids.shape)}.")
         if can_look_inside(input_ids) and input_ids.numel():
             smallest, largest = input_ids.aminmax()
-            if smallest < 0 or largest >= self.config.vocab_size:
+            vocab_size = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
+            if smallest < 0 or largest >= vocab_size:
                 raise ValueError(
-                    f"`input_ids` must lie between 0 and {self.config.vocab_size - 1} (`vocab_size` is "
-                    f"{self.config.vocab_size}), got ids from {smallest.item()} to {largest.item()}."
+                    f"`input_ids` must lie between 0 and {vocab_size - 1} (`vocab_size` is {vocab_size}), got ids "
+                    f"from {smallest.item()} to {largest.item()}."
                 )
 
     def _local_mask(self, attention_mask, inputs_embeds, past_key_values) -> torch.Tensor | None:
@@ -283,6 +288,9 @@ class GMAModel(GMAPreTrainedModel):
                 raise ValueError("`attention_mask` must hold only 1 for tokens and 0 for padding.")
             if attention_mask[:, -length:].all():
                 return None
+        elif attention_mask.is_floating_point():
+            # Unseen, it could be an additive mask, which means the opposite.
+            raise ValueError(f"`attention_mask` must be of integers or bool here, got {attention_mask.dtype}.")
         return attention_mask[:, -length:].to(device=inputs_embeds.device, dtype=torch.bool)
 
     def _count_positions(self, inputs_embeds, attention_mask, past_key_values, cu_seqlens) -> torch.Tensor:
@@ -290,9 +298,10 @@ class GMAModel(GMAPreTrainedModel):
         batch, length = inputs_embeds.shape[:2]
         device = inputs_embeds.device
         if cu_seqlens is not None:
-            tokens = torch.arange(batch * length, device=device)
-            starts = cu_seqlens.to(device)[sequence_of_token(cu_seqlens.to(device), batch * length) - 1]
-            return (tokens - starts).view(batch, length)
+            valid = attention_mask if attention_mask is not None else torch.ones(batch, length, device=device)
+            before = nn.functional.pad(valid.flatten().long().cumsum(0), (1, 0))
+            starts = cu_seqlens.to(device)[sequence_of_token(cu_seqlens.to(device), batch * length) - 1].long()
+            return (before[1:] - 1 - before[starts]).clamp(min=0).view(batch, length)
         if attention_mask is None:
             positions = torch.arange(length, device=device).unsqueeze(0)
         else:
@@ -300,7 +309,10 @@ class GMAModel(GMAPreTrainedModel):
         seen = cached_count(past_key_values)
         return positions if seen is None else positions + seen[:, 1].to(device)
 
-    def _check_positions(self, position_ids: torch.Tensor) -> None:
+    def _check_positions(self, position_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> None:
+        batch, length = inputs_embeds.shape[:2]
+        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+            raise ValueError(f"`position_ids` must be {(batch, length)}, got {tuple(position_ids.shape)}.")
         limit = self.config.max_position_embeddings
         if self.config.position_embedding_type != "learned" or not can_look_inside(position_ids):
             return
@@ -329,17 +341,30 @@ class GMAModel(GMAPreTrainedModel):
             if seq_idx.shape != (batch, length):
                 raise ValueError(f"`seq_idx` must be {(batch, length)}, got {tuple(seq_idx.shape)}.")
             starts = seq_idx.diff(dim=-1) != 0
-        elif position_ids is not None and attention_mask is None and past_key_values is None:
-            starts = position_ids.expand(batch, -1).diff(dim=-1) != 1
-            if not torch.compiler.is_compiling() and not starts.any():
+        elif position_ids is not None and attention_mask is None and cached_count(past_key_values) is None:
+            starts = restarts(position_ids.expand(batch, -1))
+            if torch.compiler.is_compiling():
+                if past_key_values is not None:
+                    return None
+            elif not starts.any():
                 return None
+            elif past_key_values is not None:
+                raise ValueError("`position_ids` that begin again pack sequences, which do not go with a cache.")
         else:
             return None
-        # A fixed number of boundaries, the spare ones at the end, so that nothing depends on how many there are.
         starts = nn.functional.pad(starts, (1, 0), value=True).flatten()
         end = batch * length
-        boundaries = torch.where(starts, torch.arange(end, device=starts.device), end).sort().values
+        if torch.compiler.is_compiling():
+            # A fixed number of boundaries, the spare ones at the end, so that the graph fits any packing.
+            boundaries = torch.where(starts, torch.arange(end, device=starts.device), end).sort().values
+        else:
+            boundaries = starts.nonzero().flatten()
         return nn.functional.pad(boundaries, (0, 1), value=end)
+
+
+def restarts(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where, from the second token on, positions do not go on but begin a new packed sequence: (B, N - 1)."""
+    return position_ids.diff(dim=-1) < 1
 
 
 class GMAForCausalLM(GMAPreTrainedModel, GenerationMixin):
@@ -416,8 +441,8 @@ class GMAForCausalLM(GMAPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs) -> torch.Tensor | None:
-        """The part of the mask that belongs to the new tokens: of one shape at every step of decoding."""
-        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        """Padding is all that GMA masks, and `GMAModel` takes the mask as it is."""
+        return attention_mask
 
 
 class GMAForMaskedLM(GMAPreTrainedModel):
@@ -474,6 +499,9 @@ class GMAForMaskedLM(GMAPreTrainedModel):
 class GMAForSequenceClassification(GMAPreTrainedModel):
     """GMA with one linear classifier on the mean of the tokens or on the last one (`config.classifier_pooling`)."""
 
+    # The loss is a mean over rows; `Trainer` has to do the averaging over accumulated batches.
+    accepts_loss_kwargs = False
+
     def __init__(self, config: GMAConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
@@ -503,6 +531,9 @@ class GMAForSequenceClassification(GMAPreTrainedModel):
         for name in ("cu_seq_lens_q", "seq_idx"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"`{name}`: packed sequences cannot be classified one by one; pad them instead.")
+        can_be_packed = position_ids is not None and attention_mask is None and not torch.compiler.is_compiling()
+        if can_be_packed and restarts(position_ids).any():
+            raise ValueError("`position_ids`: packed sequences cannot be classified one by one; pad them instead.")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -541,6 +572,9 @@ class GMAForSequenceClassification(GMAPreTrainedModel):
 
 class GMAForTokenClassification(GMAPreTrainedModel):
     """GMA with one linear classifier on every token."""
+
+    # The loss is a mean over tokens; `Trainer` has to do the averaging over accumulated batches.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: GMAConfig):
         super().__init__(config)

@@ -5,12 +5,17 @@ import math
 import torch
 
 
-def responsibilities(x, means, variances, log_priors):
-    """Posterior over components: x (B, H, N, d_r) -> (B, H, N, K)."""
+def scores(x, means, variances, log_priors):
+    """Log of prior times density: x (B, H, N, d_r) -> (B, H, N, K)."""
     distance = (x.unsqueeze(-2) - means.unsqueeze(-3)).square() / variances.unsqueeze(-3)
     log_volume = x.shape[-1] * math.log(2 * math.pi) + variances.log().sum(-1)
     log_density = -0.5 * (log_volume.unsqueeze(-2) + distance.sum(-1))
-    return torch.softmax(log_priors.unsqueeze(-2) + log_density, dim=-1)
+    return log_priors.unsqueeze(-2) + log_density
+
+
+def responsibilities(x, means, variances, log_priors):
+    """Posterior over components: x (B, H, N, d_r) -> (B, H, N, K)."""
+    return torch.softmax(scores(x, means, variances, log_priors), dim=-1)
 
 
 def attention(
@@ -29,11 +34,11 @@ def attention(
 ):
     """One token at a time where causal, one sequence at a time where packed. Shapes as in `functional`."""
     mixture = (means, variances, log_priors)
+    dtype = value.dtype
+    query, key, value = (x.to(means.dtype) for x in (query, key, value))
     if cu_seqlens is not None:
         outputs, state = [], initial_state
         for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
-            if start == end:
-                continue
             piece = slice(start, end)
             output, state = attention(
                 query[:, :, piece],
@@ -70,4 +75,4 @@ def attention(
             state = state + write[:, :, i, :, None] * values[:, :, i, None, :]
             totals.append(read[:, :, i, None, :] @ state)
         total = torch.cat(totals, dim=2) if totals else read @ state
-    return total[..., :-1] / (total[..., -1:] + eps), state
+    return (total[..., :-1] / (total[..., -1:] + eps)).to(dtype), state

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -69,6 +70,11 @@ def assert_agree(inputs, chunk_size, slack=0.0, **options):
     actual = run(chunked.attention, inputs, chunk_size=chunk_size, **options)
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    # What runs under torch.compile, which leaves tiles and recomputation to the compiler.
+    with mock.patch("torch.compiler.is_compiling", return_value=True):
+        traced = run(chunked.attention, inputs, chunk_size=chunk_size, **options)
+    for name, value in expected.items():
+        torch.testing.assert_close(traced[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
     single = {name: None if x is None else x.float() for name, x in inputs.items()}
     actual = run(chunked.attention, single, chunk_size=chunk_size, **options)
     for name, value in expected.items():
@@ -118,7 +124,7 @@ def cases(draw):
         options["key_mask"] = make_mask(mask, batch, n_k)
     if packed:
         cuts = draw(st.lists(st.integers(0, n_k), max_size=6))
-        options["cu_seqlens"] = torch.tensor(sorted([0, *cuts, n_k]))
+        options["cu_seqlens"] = torch.tensor(sorted({0, *cuts, n_k}))
     return sizes, options, draw(st.integers(1, 20))
 
 
@@ -143,7 +149,9 @@ def test_agrees_with_reference_at_default_chunk(length, decay):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_gradcheck(is_causal):
+@pytest.mark.parametrize("stretch", [4, 10_000])
+def test_gradcheck(is_causal, stretch, monkeypatch):
+    monkeypatch.setattr(chunked, "STRETCH", stretch)
     inputs = make_inputs(batch=1, heads=2, n_q=7, components=3, d_r=2, d_v=2, decay=is_causal, state=True)
     mask = make_mask("inside", 1, 7)
 
@@ -157,14 +165,28 @@ def test_gradcheck(is_causal):
     assert torch.autograd.gradcheck(function, tensors)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_and_stretches_change_nothing(packed, is_causal, monkeypatch):
+    """Few heads and few tokens at a time, with the state carried from stretch to stretch."""
+    inputs = make_inputs(batch=1 if packed else 3, heads=3, n_q=50, decay=is_causal, state=True)
+    options = {"is_causal": is_causal, "key_mask": make_mask("inside", 1 if packed else 3, 50)}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, 7, 33, 50])
+    for stretch, tile in ((16, 1), (16, 400), (48, 10_000)):
+        monkeypatch.setattr(chunked, "STRETCH", stretch)
+        monkeypatch.setattr(chunked, "TILE", tile)
+        assert_agree(inputs, 8, **options)
+
+
 def test_total_forgetting():
     inputs = make_inputs(n_q=20, decay=True, state=True)
     with torch.no_grad():
         inputs["log_decay"][:, :, [0, 5, 6, 13]] = -math.inf
-    output, state = chunked.attention(**inputs, is_causal=True, chunk_size=8)
-    expected_output, expected_state = reference.attention(**inputs, is_causal=True)
-    torch.testing.assert_close(output, expected_output, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(state, expected_state, rtol=1e-10, atol=1e-10)
+    actual = run(chunked.attention, inputs, is_causal=True, chunk_size=8)
+    expected = run(reference.attention, inputs, is_causal=True)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_continuing_equals_whole():

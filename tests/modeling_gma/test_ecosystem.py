@@ -154,6 +154,36 @@ def test_trainer_resumes_and_checkpoints_gradients(tokenizer, reviews, tiny_conf
         torch.testing.assert_close(a, b, msg=name)
 
 
+def test_trainer_smooths_labels_of_the_next_token(tokenizer, tiny_config, tmp_path):
+    """With label smoothing it is `Trainer` that computes the loss, and it has to shift the labels."""
+    rows = [{"input_ids": [4 + (i + j) % 16 for j in range(12)]} for i in range(64)]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    model = GMAForCausalLM(vocabulary_of(tokenizer, tiny_config))
+    options = arguments(tmp_path, max_steps=60, label_smoothing_factor=0.1)
+    Trainer(model, options, train_dataset=Dataset.from_list(rows), data_collator=collator).train()
+    tokens = torch.tensor([row["input_ids"] for row in rows[:8]])
+    predicted = model.eval()(tokens).logits[:, :-1].argmax(-1)
+    assert (predicted == tokens[:, 1:]).float().mean() > 0.9
+
+
+def test_accumulation_does_not_change_a_classifiers_loss(tokenizer, reviews, tiny_config, tmp_path):
+    losses = []
+    for batch, steps in ((16, 1), (4, 4)):
+        torch.manual_seed(0)
+        model = GMAForSequenceClassification(vocabulary_of(tokenizer, tiny_config))
+        options = arguments(
+            tmp_path,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=steps,
+            max_steps=1,
+            logging_steps=1,
+        )
+        trainer = Trainer(model, options, train_dataset=reviews, data_collator=DataCollatorWithPadding(tokenizer))
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert abs(losses[0] - losses[1]) < 1e-2
+
+
 def test_text_generation_pipeline(tokenizer, tiny_config, tmp_path):
     GMAForCausalLM(vocabulary_of(tokenizer, tiny_config)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -1,8 +1,9 @@
 import math
 
+import pytest
 import torch
 
-from modeling_gma import GaussianMixture, GMAModel, parameter_groups
+from modeling_gma import GaussianMixture, GMAAttention, GMAModel, parameter_groups
 
 
 def test_parameters_become_a_mixture(tiny_config):
@@ -32,13 +33,33 @@ def test_initial_mixture(tiny_config):
     model = GMAModel(config).eval()
     means, variances, log_priors = model.layers[0].mixer.mixture_norm()
     torch.testing.assert_close(log_priors, torch.full((4, 64), -math.log(64)))
-    assert variances.std() == 0
+    torch.testing.assert_close(variances, variances.mean().expand_as(variances))
     norms = means.norm(dim=-1)
     torch.testing.assert_close(norms, norms.mean().expand_as(norms))
-    for read, write in model(torch.randint(3, 99, (4, 100)), output_responsibilities=True).responsibilities:
-        for gamma in (read, write):
+
+
+@pytest.mark.parametrize("hidden_size", [128, 512, 2048])
+def test_initial_entropies_do_not_depend_on_width(hidden_size, tiny_config):
+    """Every component is used, and every token uses most of them, however wide the model."""
+    heads = hidden_size // 64
+    config = tiny_config(hidden_size=hidden_size, num_attention_heads=heads, num_components=64, initializer_range=0.02)
+    model = GMAModel(config).eval()
+    for pair in model(torch.randint(3, 99, (4, 100)), output_responsibilities=True).responsibilities:
+        for gamma in pair:
             usage = gamma.mean((0, 2))
             assert (-(usage * usage.log()).sum(-1) / math.log(64)).min() > 0.9
+            token_entropy = -(gamma * gamma.log()).sum(-1).mean() / math.log(64)
+            assert 0.85 < token_entropy < 0.99
+
+
+def test_a_mixture_or_mixer_alone_is_ready_to_use(tiny_config):
+    torch.empty(1_000_000).fill_(math.nan)
+    for mixture in (GaussianMixture(3, 5, 4), GMAAttention(tiny_config(forget_gate=True)).mixture_norm):
+        means, variances, log_priors = mixture()
+        assert means.norm(dim=-1).min() > 0.5 and (variances > 0.1).all()
+        torch.testing.assert_close(log_priors.exp().sum(-1), torch.ones(len(log_priors)))
+    output, *_ = GMAAttention(tiny_config(forget_gate=True))(torch.randn(2, 10, 32))
+    assert output.isfinite().all()
 
 
 def test_parameter_groups(tiny_config):

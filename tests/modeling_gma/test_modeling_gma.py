@@ -5,6 +5,7 @@ import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -158,6 +159,41 @@ def test_spoilt_files_are_refused(spoil, tiny_config, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_overrides_at_loading(tiny_config, tmp_path):
+    """A causal checkpoint can become a bidirectional classifier, with the pooling that goes with it."""
+    GMAForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, is_causal=False, num_labels=4)
+    assert model.config.classifier_pooling == "mean" and model(make_tokens()).logits.shape == (2, 4)
+    model.save_pretrained(tmp_path / "again")
+    assert AutoConfig.from_pretrained(tmp_path / "again").classifier_pooling == "mean"
+
+
+def test_a_shared_padding_token_still_learns(tiny_config):
+    """GPT-2 style vocabularies pad with end of text, which has an embedding to learn."""
+    model = GMAForCausalLM(tiny_config(pad_token_id=2, eos_token_id=2, tie_word_embeddings=False))
+    assert (model.model.embed_tokens.weight[2] != 0).all()
+    model(torch.tensor([[5, 2, 7]]), attention_mask=torch.ones(1, 3)).logits.sum().backward()
+    assert (model.model.embed_tokens.weight.grad[2] != 0).any()
+
+
+def test_outputs_can_be_pickled_and_copied(tiny_config):
+    import pickle
+
+    model = GMAForCausalLM(tiny_config()).eval()
+    tokens = make_tokens()
+    with torch.no_grad():
+        outputs = model(tokens)
+    expected = model(tokens[:, :5], past_key_values=copy.deepcopy(outputs.past_key_values)).logits
+    for cache in (pickle.loads(pickle.dumps(outputs)).past_key_values, copy.deepcopy(outputs.past_key_values)):
+        assert cache.get_seq_length() == 21
+        torch.testing.assert_close(model(tokens[:, :5], past_key_values=cache).logits, expected)
+        assert cache.get_seq_length() == 26
+    assert outputs.past_key_values.get_seq_length() == 21
+    alive = weakref.ref(outputs.past_key_values)
+    del outputs, cache
+    assert alive() is None
+
+
 def test_a_head_can_start_from_another(tiny_config, tmp_path):
     """A classifier starts from a causal or a masked language model: same backbone, new head."""
     for model_class in (GMAForCausalLM, GMAForMaskedLM):
@@ -279,6 +315,18 @@ def test_attentions_are_the_induced_weights(tiny_config):
     weights = model(make_tokens(), output_attentions=True).attentions[0]
     value = seen["value"].unflatten(-1, (4, -1)).transpose(1, 2)
     torch.testing.assert_close((weights @ value).transpose(1, 2).flatten(2), seen["mixed"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_attentions_of_a_continuation(grad, tiny_config):
+    model = GMAForCausalLM(tiny_config()).eval()
+    tokens = make_tokens()
+    expected = model(tokens, output_attentions=True).attentions
+    with torch.set_grad_enabled(grad):
+        cache = model(tokens[:, :15]).past_key_values
+        attentions = model(tokens[:, 15:], past_key_values=cache, output_attentions=True).attentions
+    for mine, whole in zip(attentions, expected):
+        torch.testing.assert_close(mine, whole[:, :, 15:, 15:], rtol=1e-4, atol=1e-6)
 
 
 def test_hidden_states_and_attentions_have_gradients(tiny_config):
@@ -507,6 +555,24 @@ def test_packing_as_the_collator_sends_it(is_causal, sent, tiny_config):
     for name, p in model.named_parameters():
         assert (packed[name] - p.grad).abs().max() <= 1e-5 * p.grad.abs().max() + 1e-5, name
     assert model(**batch, labels=labels).loss.isfinite()
+
+
+def test_packing_with_padding_inside(tiny_config):
+    model = GMAForCausalLM(tiny_config()).eval()
+    rows = [make_tokens(1, 6), make_tokens(1, 9)]
+    garbage = make_tokens(1, 3)
+    packed = torch.cat([garbage[:, :2], rows[0], garbage, rows[1]], dim=1)
+    mask = torch.tensor([[0] * 2 + [1] * 6 + [0] * 3 + [1] * 9])
+    seq_idx = torch.tensor([[0] * 8 + [1] * 12])
+    logits = model(packed, attention_mask=mask, seq_idx=seq_idx).logits
+    torch.testing.assert_close(logits[:, 2:8], model(rows[0]).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits[:, 11:], model(rows[1]).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_with_gaps_stay_one_sequence(tiny_config):
+    model = GMAForCausalLM(tiny_config(position_embedding_type="none")).eval()
+    tokens = make_tokens()
+    torch.testing.assert_close(model(tokens, position_ids=2 * torch.arange(21)[None]).logits, model(tokens).logits)
 
 
 def test_packing_in_several_rows_by_position_ids(tiny_config):
@@ -799,6 +865,18 @@ def test_gradient_checkpointing(tiny_config):
         model.gradient_checkpointing_disable()
 
 
+def test_gradient_checkpointing_leaves_a_given_cache_alone(tiny_config):
+    model = GMAForCausalLM(tiny_config()).eval()
+    tokens = make_tokens()
+    cache = model(tokens).past_key_values
+    expected = model(tokens).logits
+    model.train()
+    model.gradient_checkpointing_enable()
+    outputs = model(tokens, past_key_values=cache)
+    torch.testing.assert_close(outputs.logits, expected)
+    assert outputs.past_key_values is None and cache.get_seq_length() == 21
+
+
 def test_dropout_acts_in_training_only(tiny_config):
     model = GMAForCausalLM(tiny_config(hidden_dropout=0.5))
     tokens = make_tokens()
@@ -849,6 +927,22 @@ def test_compiled_packing_in_one_graph(tiny_config):
         torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("changes", [{}, {"forget_gate": True}])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_graph_serves_many_lengths(changes, packed, tiny_config):
+    torch.compiler.reset()
+    model = GMAForCausalLM(tiny_config(num_hidden_layers=1, **changes)).train()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in (20, 33, 64, 100, 101, 102, 90, 80, 70, 60):
+        tokens = make_tokens(1, length)
+        inputs = {"position_ids": torch.arange(length)[None] % 17} if packed else {}
+        torch.testing.assert_close(
+            compiled(tokens, **inputs).logits, model(tokens, **inputs).logits, rtol=1e-4, atol=1e-5
+        )
+    assert counter.frame_count <= 3
+
+
 @pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
 @torch.no_grad()
 def test_compiled_decoding_in_one_graph_without_recompiling(cache_class, tiny_config):
@@ -871,16 +965,18 @@ def test_compiled_decoding_in_one_graph_without_recompiling(cache_class, tiny_co
     assert cache.get_seq_length() == 30
 
 
-def test_peft_lora(tiny_config, tmp_path):
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj", "o_proj"], "all-linear"])
+@pytest.mark.parametrize("forget_gate", [False, True])
+def test_peft_lora(targets, forget_gate, tiny_config, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    base = GMAForCausalLM(tiny_config()).eval()
+    base = GMAForCausalLM(tiny_config(forget_gate=forget_gate)).eval()
     tokens = make_tokens()
     before = base(tokens).logits.detach()
-    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(copy.deepcopy(base), config)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=5.0)
+    optimizer = torch.optim.SGD(trained, lr=1.0)
     for _ in range(3):
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
@@ -896,6 +992,16 @@ def test_peft_lora(tiny_config, tmp_path):
     assert torch.equal(merged.generate(tokens, max_new_tokens=5, do_sample=False), generated)
 
 
+def test_peft_prompt_tuning_generates_with_padding(tiny_config):
+    from peft import PromptTuningConfig, get_peft_model
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = get_peft_model(GMAForCausalLM(tiny_config(eos_token_id=None)), config).eval()
+    tokens = make_tokens()
+    mask = torch.ones_like(tokens)
+    assert model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, do_sample=False).shape == (2, 25)
+
+
 # Refusals
 
 
@@ -908,6 +1014,14 @@ BAD_INPUTS = {
     "mask of another length": (lambda m, x: m(x, attention_mask=torch.ones(2, 20)), r"\(2, 21\).*got shape \(2, 20\)"),
     "mask of pairs": (lambda m, x: m(x, attention_mask=torch.ones(2, 1, 21, 21)), "no mask of token pairs"),
     "additive mask": (lambda m, x: m(x, attention_mask=torch.full((2, 21), -1e9)), "only 1 for tokens and 0"),
+    "embeds of another width": (lambda m, x: m(inputs_embeds=torch.zeros(2, 21, 31)), r"\(batch, length, 32\).*31"),
+    "positions of another length": (lambda m, x: m(x, position_ids=torch.zeros(2, 20)), r"\(2, 21\), got \(2, 20\)"),
+    "packing by positions with a cache": (
+        lambda m, x: m(
+            x, position_ids=torch.arange(21).expand(2, -1) % 7, past_key_values=DynamicCache(config=m.config)
+        ),
+        "do not go with a cache",
+    ),
     "too long": (
         lambda m, x: m(torch.ones(1, 129, dtype=torch.long)),
         "end at `max_position_embeddings` = 128.*0 to 128",
@@ -921,7 +1035,7 @@ BAD_INPUTS = {
     ),
     "cache with other layers": (
         lambda m, x: m(x, past_key_values=DynamicCache(config=MambaConfig(num_hidden_layers=3))),
-        "got 3 of.*another model",
+        "got 3 .*another model",
     ),
     "packing with a cache": (
         lambda m, x: m(x[:1], seq_idx=torch.zeros(1, 21), past_key_values=DynamicCache(config=m.config)),
@@ -936,6 +1050,13 @@ def test_bad_input_gets_a_sentence(name, lm):
     call, message = BAD_INPUTS[name]
     with pytest.raises(ValueError, match=f"(?s){message}"):
         call(lm, make_tokens())
+
+
+def test_additive_masks_are_refused_where_they_cannot_be_seen(lm):
+    torch.compiler.reset()
+    additive = torch.zeros(2, 21).masked_fill(torch.arange(21) < 3, -1e9)
+    with pytest.raises(Exception, match="must be of integers or bool"):
+        torch.compile(lm, backend="eager", fullgraph=True)(make_tokens(), attention_mask=additive)
 
 
 def test_a_filled_cache_of_another_model_or_batch_is_refused(lm, tiny_config):
@@ -973,6 +1094,8 @@ def test_a_bidirectional_model_has_no_cache_and_is_no_language_model(tiny_config
 
 def test_packed_sequences_cannot_be_classified(tiny_config):
     model = GMAForSequenceClassification(tiny_config())
+    with pytest.raises(ValueError, match="packed sequences cannot be classified"):
+        model(make_tokens(1), position_ids=torch.arange(21)[None] % 9)
     with pytest.raises(ValueError, match="packed sequences cannot be classified"):
         model(make_tokens(1), cu_seq_lens_q=torch.tensor([0, 5, 21]))
 
