@@ -7,6 +7,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# Threads that wait for work sleep: on shared cores, spinning ones slow each other down many times over.
+export OMP_WAIT_POLICY ?= PASSIVE
 READY := $(VENV)/.ready
 
 .PHONY: help quickstart test lint clean

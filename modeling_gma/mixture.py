@@ -10,7 +10,11 @@ from torch import nn
 from transformers import initialization as init
 
 
-# Spread over the components of a routing vector's scores at the start.
+# How far apart the components' scores of a routing vector are at the start. Chosen by validation perplexity on IMDb
+# (4 layers, 4 heads, K = 64, one seed): after a million tokens spreads of 0.3, 0.5 and 0.8 give 237.5, 236.5 and 247.0
+# at width 128; after 0.6 million, 0.5 and 0.8 give 327.6 and 322.3 at width 256. Means twice or four times as long as
+# routing vectors give 239.4 and 244.2 at width 128. At 0.5, usage entropy starts at 1.00 and token entropy at 0.97 of
+# log K, at any width.
 SCORE_SPREAD = 0.5
 
 

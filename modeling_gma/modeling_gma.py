@@ -152,7 +152,7 @@ class GMAPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         if isinstance(module, GaussianMixture):
-            # Routing vectors are projections of normalised hidden states. REPORT
+            # Routing vectors are projections of normalised hidden states.
             module.reset_parameters(self.config.initializer_range * math.sqrt(self.config.hidden_size))
         elif isinstance(module, GMAForgetGate):
             init.constant_(module.bias, FORGET_GATE_BIAS)
@@ -353,13 +353,13 @@ class GMAModel(GMAPreTrainedModel):
         else:
             return None
         starts = nn.functional.pad(starts, (1, 0), value=True).flatten()
-        end = batch * length
+        tokens = torch.arange(batch * length + 1, device=starts.device)
         if torch.compiler.is_compiling():
-            # A fixed number of boundaries, the spare ones at the end, so that the graph fits any packing.
-            boundaries = torch.where(starts, torch.arange(end, device=starts.device), end).sort().values
+            # As many boundaries as could be, the spare ones at the end, so that the graph fits any packing.
+            boundaries = torch.where(starts, tokens[:-1], tokens[-1:]).sort().values
         else:
             boundaries = starts.nonzero().flatten()
-        return nn.functional.pad(boundaries, (0, 1), value=end)
+        return torch.cat([boundaries, tokens[-1:]])
 
 
 def restarts(position_ids: torch.Tensor) -> torch.Tensor:

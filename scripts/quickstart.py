@@ -17,9 +17,14 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+
+# Threads that wait for work sleep: on shared cores, spinning ones slow each other down many times over.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from accelerate import Accelerator
@@ -29,24 +34,30 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
+from transformers.utils import logging
 
 from modeling_gma import GMAConfig, GMAForCausalLM, parameter_groups
 
 
 END_OF_TEXT = "<|endoftext|>"
 
+# What a quickstart folder holds. A folder with anything else in it is somebody's, and is left alone.
+FILES = {"config.json", "generation_config.json", "model.safetensors", "results.json"}
+FILES |= {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+
 # What the new process runs; it is all that using a saved model takes.
 GENERATE = """
 import sys
 import modeling_gma  # registers GMA with the Auto classes
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, set_seed
+from transformers.utils import logging
 
 path, prompt, seed, max_new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+logging.disable_progress_bar()
+set_seed(seed)
 model = AutoModelForCausalLM.from_pretrained(path)
 tokenizer = AutoTokenizer.from_pretrained(path)
 generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-from transformers import set_seed
-set_seed(seed)
 print(generator(prompt, max_new_tokens=max_new_tokens, do_sample=True, top_k=20)[0]["generated_text"])
 """
 
@@ -80,6 +91,20 @@ class Arguments:
             raise ValueError(f"--vocab_size must be at least 257 (the bytes and end of text), got {self.vocab_size}.")
         if self.learning_rate <= 0:
             raise ValueError(f"--learning_rate must be above 0, got {self.learning_rate}.")
+        if not self.prompt:
+            raise ValueError("--prompt must not be empty.")
+
+    def model_config(self, **tokens) -> GMAConfig:
+        """Sinusoidal positions, so that text can be longer than what was trained on."""
+        return GMAConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_components=self.num_components,
+            position_embedding_type="sinusoidal",
+            hidden_dropout=0.1,
+            **tokens,
+        )
 
 
 def load_topics(seed: int) -> tuple[list[str], list[str]]:
@@ -103,7 +128,9 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, padding_side="left"
+    )
 
 
 def make_blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, block_size: int) -> Dataset:
@@ -111,7 +138,7 @@ def make_blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, block_size
     tokens = [token for ids in tokenizer(texts)["input_ids"] for token in [*ids, tokenizer.eos_token_id]]
     blocks = [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]
     if not blocks:
-        raise ValueError(f"--block_size {block_size} is longer than the {len(tokens)} tokens of a split.")
+        raise SystemExit(f"--block_size {block_size} is longer than the {len(tokens)} tokens of a split.")
     return Dataset.from_dict({"input_ids": blocks}).with_format("torch")
 
 
@@ -138,14 +165,8 @@ def train(arguments: Arguments, accelerator: Accelerator):
         make_blocks(validation_texts, tokenizer, arguments.block_size), batch_size=batch_size
     )
 
-    config = GMAConfig(
+    config = arguments.model_config(
         vocab_size=len(tokenizer),
-        hidden_size=arguments.hidden_size,
-        num_hidden_layers=arguments.num_hidden_layers,
-        num_attention_heads=arguments.num_attention_heads,
-        num_components=arguments.num_components,
-        max_position_embeddings=arguments.block_size,
-        hidden_dropout=0.1,
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -174,6 +195,8 @@ def train(arguments: Arguments, accelerator: Accelerator):
         model.train()
         for batch in train_loader:
             loss = model(**batch, labels=batch["input_ids"]).loss
+            if not loss.isfinite():
+                raise SystemExit(f"The loss is {loss.item()} at step {step + 1}; try a lower --learning_rate.")
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -200,48 +223,65 @@ def train(arguments: Arguments, accelerator: Accelerator):
     return accelerator.unwrap_model(model), tokenizer, results
 
 
-def check_replaceable(folder: Path) -> None:
-    """Only a new or empty folder, or one that this script wrote, may be replaced."""
+def make_room(folder: Path) -> Path:
+    """A folder beside the one to write, made before any work is done. Nobody's files are in the way."""
     if folder.exists() and not folder.is_dir():
         raise SystemExit(f"--output_dir {folder} is a file; name a folder.")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").is_file():
-        raise SystemExit(f"--output_dir {folder} holds files that are not a quickstart's; name another folder.")
+    others = sorted(path.name for path in folder.iterdir() if path.name not in FILES) if folder.is_dir() else []
+    if others:
+        raise SystemExit(f"--output_dir {folder} holds other files ({', '.join(others[:3])}); name another folder.")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise SystemExit(f"--output_dir {folder} cannot be made: {error}") from None
-    if not os.access(folder.parent, os.W_OK):
-        raise SystemExit(f"--output_dir {folder} cannot be made: {folder.parent} is not writable.")
 
 
-def save(folder: Path, model: GMAForCausalLM, tokenizer: PreTrainedTokenizerFast, results: dict) -> None:
+def save(folder: Path, aside: Path, model: GMAForCausalLM, tokenizer: PreTrainedTokenizerFast, results: dict) -> None:
     """Write everything aside, then put it in place at once."""
-    aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     (aside / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    aside.chmod(0o755)
     if folder.exists():
         shutil.rmtree(folder)
     aside.rename(folder)
 
 
+def generate(folder: Path, arguments: Arguments) -> None:
+    print(
+        "\nA new process loads it and goes on from the prompt (so small a model writes nonsense, in Python's voice):\n"
+    )
+    command = [sys.executable, "-c", GENERATE, str(folder), arguments.prompt, str(arguments.seed)]
+    sys.stdout.flush()
+    if subprocess.run([*command, str(arguments.max_new_tokens)]).returncode:
+        raise SystemExit(f"The model is saved in {folder}, but generating with it failed; the reason stands above.")
+
+
 def main() -> None:
     parser = HfArgumentParser(Arguments, description=__doc__.split("\n\n")[0])
-    (arguments,) = parser.parse_args_into_dataclasses()
-    folder = Path(arguments.output_dir).expanduser()
+    try:
+        (arguments,) = parser.parse_args_into_dataclasses()
+        arguments.model_config(vocab_size=arguments.vocab_size)
+    except Exception as error:
+        parser.error(str(error))
+    logging.disable_progress_bar()
+    folder = Path(arguments.output_dir).expanduser().resolve()
     accelerator = Accelerator()
+    aside = make_room(folder) if accelerator.is_main_process else None
+    try:
+        model, tokenizer, results = train(arguments, accelerator)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            save(folder, aside, model, tokenizer, results)
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted; nothing was written.")
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
     if accelerator.is_main_process:
-        check_replaceable(folder)
-    model, tokenizer, results = train(arguments, accelerator)
-    accelerator.wait_for_everyone()
-    if not accelerator.is_main_process:
-        return
-    save(folder, model, tokenizer, results)
-    print(f"saved to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    print("\nA new process loads it and writes:\n", flush=True)
-    command = [sys.executable, "-c", GENERATE, str(folder), arguments.prompt, str(arguments.seed)]
-    subprocess.run([*command, str(arguments.max_new_tokens)], check=True)
+        print(f"saved to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+        generate(folder, arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """The quickstart as a person runs it, shortened."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart.py"
@@ -30,13 +33,33 @@ def test_trains_saves_reloads_and_writes(tmp_path):
     assert repeated["validation_perplexity_after"] == results["validation_perplexity_after"]
 
 
-def test_refuses_to_replace_what_it_did_not_write(tmp_path):
+BAD = {
+    "somebody's folder": (["--output_dir", "{}"], "holds other files (thesis.txt); name another folder"),
+    "a file": (["--output_dir", "{}/thesis.txt"], "is a file"),
+    "below a file": (["--output_dir", "{}/thesis.txt/model"], "cannot be made"),
+    "no steps": (["--output_dir", "{}/model", "--max_steps", "0"], "--max_steps must be at least 1, got 0"),
+    "heads that do not divide": (["--output_dir", "{}/model", "--hidden_size", "30"], "`hidden_size` (30)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values_get_a_sentence_and_change_nothing(name, tmp_path):
+    arguments, message = BAD[name]
     (tmp_path / "thesis.txt").write_text("years of work")
-    done = run("--output_dir", str(tmp_path), *SHORT)
-    assert done.returncode != 0 and "name another folder" in done.stderr
+    (tmp_path / "results.json").write_text("{}")
+    done = run(*(argument.format(tmp_path) for argument in arguments))
+    assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "thesis.txt"]
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_bad_values_get_a_sentence(tmp_path):
-    done = run("--output_dir", str(tmp_path / "model"), "--max_steps", "0")
-    assert done.returncode != 0 and "--max_steps must be at least 1, got 0" in done.stderr
+def test_interrupted_it_leaves_nothing(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--output_dir", str(tmp_path / "model"), *SHORT, "--max_steps", "100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "before training" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0 and "Interrupted; nothing was written" in errors
+    assert not list(tmp_path.iterdir())
