@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from configuration_gma import GMAConfig
 
-from . import chunked
+from .chunked import attention as chunked_attention
 from .functional import (
     gaussian_mixture_attention,
     gaussian_mixture_attention_weights,
@@ -130,7 +130,7 @@ class GMAAttention(nn.Module):
             variances,
             log_priors,
             **options,
-            backend=partial(chunked.attention, chunk_size=self.config.chunk_size),
+            backend=partial(chunked_attention, chunk_size=self.config.chunk_size),
         )
         weights = responsibilities = None
         if output_attentions:

@@ -261,13 +261,8 @@ class _InChunks(torch.autograd.Function):
                 inner, carries = tile.crossings(chunk, is_causal, log_decay, sequence, state)
                 total, state[tile.heads] = _read_chunks(read, write, values, state[tile.heads], inner, carries)
                 tile.normalise(tile.unchunk(total), eps, output, normaliser)
-        ctx.feature_map, ctx.stretches, ctx.chunk, ctx.is_causal, ctx.eps = (
-            feature_map,
-            stretches,
-            chunk,
-            is_causal,
-            eps,
-        )
+        ctx.feature_map, ctx.is_causal, ctx.eps = feature_map, is_causal, eps
+        ctx.stretches, ctx.chunk = stretches, chunk
         ctx.save_for_backward(
             query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, state, *parameters
         )

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 
 import torch
 
-from . import chunked, reference
+from .chunked import attention as chunked_attention
+from .chunked import effective_decay, responsibilities, sequence_of_token
+from .reference import attention as reference_attention
 
 
-BACKENDS = {"chunked": chunked.attention, "reference": reference.attention}
+BACKENDS = {"chunked": chunked_attention, "reference": reference_attention}
 
 
 def gaussian_responsibilities(
@@ -29,7 +31,7 @@ def gaussian_responsibilities(
     _check_routing("x", x, means)
     _check_mixture(means, variances, log_priors)
     with _full_precision(x):
-        return chunked.responsibilities(*_to_common_dtype(x, means, variances, log_priors))
+        return responsibilities(*_to_common_dtype(x, means, variances, log_priors))
 
 
 def gaussian_mixture_attention(
@@ -140,18 +142,18 @@ def gaussian_mixture_attention_weights(
         query, key, means, variances, log_priors, log_decay, initial_state = _to_common_dtype(
             query, key, means, variances, log_priors, log_decay, initial_state
         )
-        read = chunked.responsibilities(query, means, variances, log_priors)
-        write = chunked.responsibilities(key, means, variances, log_priors)
+        read = responsibilities(query, means, variances, log_priors)
+        write = responsibilities(key, means, variances, log_priors)
         weights = read @ write.transpose(-1, -2)
         carried = 0.0 if initial_state is None else read @ initial_state[..., -1:]
         if cu_seqlens is not None:
-            sequence = chunked.sequence_of_token(cu_seqlens, key.shape[2])
+            sequence = sequence_of_token(cu_seqlens, key.shape[2])
             weights = weights * (sequence[:, None] == sequence)
             carried = carried * (sequence == sequence[:1])[:, None]
         if is_causal:
             weights = weights.tril()
         if log_decay is not None:
-            total = chunked.effective_decay(log_decay, key_mask).cumsum(-1).unsqueeze(-1)
+            total = effective_decay(log_decay, key_mask).cumsum(-1).unsqueeze(-1)
             weights = weights * (total - total.transpose(-1, -2)).clamp(max=0.0).exp()
             carried = carried * total.exp()
         if key_mask is not None:
