@@ -37,38 +37,10 @@ def responsibilities(x, means, variances, log_priors):
     return MixtureMap.forward(x, *_score_weights(means, variances, log_priors))
 
 
-def attention(
-    query,
-    key,
-    value,
-    means,
-    variances,
-    log_priors,
-    is_causal=False,
-    key_mask=None,
-    cu_seqlens=None,
-    log_decay=None,
-    initial_state=None,
-    eps=1e-6,
-    chunk_size=CHUNK_SIZE,
-):
-    """The fast path behind `functional.gaussian_mixture_attention`; shapes as there."""
-    return linear_attention(
-        query,
-        key,
-        value,
-        MixtureMap,
-        _score_weights(means, variances, log_priors),
-        means.shape[-2],
-        is_causal=is_causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        log_decay=log_decay,
-        initial_state=initial_state,
-        eps=eps,
-        chunk_size=chunk_size,
-        dtype=means.dtype,
-    )
+def attention(query, key, value, means, variances, log_priors, **options):
+    """The fast path behind `functional.gaussian_mixture_attention`; `options` are those of `linear_attention`."""
+    parameters = _score_weights(means, variances, log_priors)
+    return linear_attention(query, key, value, MixtureMap, parameters, means.shape[-2], dtype=means.dtype, **options)
 
 
 def _score_weights(means, variances, log_priors):
@@ -127,7 +99,8 @@ def linear_attention(
     """Attention through a memory of `num_features` slots, written and read by features of keys and queries.
 
     `feature_map` has `forward(x, *parameters)` and `backward(x, features, gradient, *parameters)` as `MixtureMap` has
-    them; the parameters are indexed by head. Everything is computed in `dtype`. The rest is as in `attention`.
+    them; the parameters are indexed by head. All is computed in `dtype`, and causal attention by `chunk_size` tokens.
+    The rest is as in `functional.gaussian_mixture_attention`.
     """
     if log_decay is not None:
         log_decay = effective_decay(log_decay, key_mask)

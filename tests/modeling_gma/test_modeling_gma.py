@@ -176,21 +176,18 @@ def test_a_shared_padding_token_still_learns(tiny_config):
     assert (model.model.embed_tokens.weight.grad[2] != 0).any()
 
 
-def test_outputs_can_be_pickled_and_copied(tiny_config):
-    import pickle
-
+def test_a_copied_cache_counts_for_itself(tiny_config):
     model = GMAForCausalLM(tiny_config()).eval()
     tokens = make_tokens()
     with torch.no_grad():
         outputs = model(tokens)
-    expected = model(tokens[:, :5], past_key_values=copy.deepcopy(outputs.past_key_values)).logits
-    for cache in (pickle.loads(pickle.dumps(outputs)).past_key_values, copy.deepcopy(outputs.past_key_values)):
-        assert cache.get_seq_length() == 21
-        torch.testing.assert_close(model(tokens[:, :5], past_key_values=cache).logits, expected)
-        assert cache.get_seq_length() == 26
+    cache = copy.deepcopy(outputs.past_key_values)
+    expected = model(torch.cat([tokens, tokens[:, :5]], dim=1)).logits[:, 21:]
+    torch.testing.assert_close(model(tokens[:, :5], past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-5)
+    assert cache.get_seq_length() == 26
     assert outputs.past_key_values.get_seq_length() == 21
     alive = weakref.ref(outputs.past_key_values)
-    del outputs, cache
+    del outputs
     assert alive() is None
 
 
