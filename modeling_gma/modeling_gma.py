@@ -303,6 +303,7 @@ class GMAModel(GMAPreTrainedModel):
             starts = cu_seqlens.to(device)[sequence_of_token(cu_seqlens.to(device), batch * length) - 1].long()
             return (before[1:] - 1 - before[starts]).clamp(min=0).view(batch, length)
         if attention_mask is None:
+            self._check_limit(0, length - 1)
             positions = torch.arange(length, device=device).unsqueeze(0)
         else:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -313,14 +314,15 @@ class GMAModel(GMAPreTrainedModel):
         batch, length = inputs_embeds.shape[:2]
         if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
             raise ValueError(f"`position_ids` must be {(batch, length)}, got {tuple(position_ids.shape)}.")
+        if can_look_inside(position_ids) and position_ids.numel():
+            self._check_limit(int(position_ids.min()), int(position_ids.max()))
+
+    def _check_limit(self, first: int, last: int) -> None:
         limit = self.config.max_position_embeddings
-        if self.config.position_embedding_type != "learned" or not can_look_inside(position_ids):
-            return
-        if position_ids.numel() and (position_ids.min() < 0 or position_ids.max() >= limit):
+        if self.config.position_embedding_type == "learned" and (first < 0 or last >= limit):
             raise ValueError(
-                f"Learned positions end at `max_position_embeddings` = {limit}, got positions from "
-                f"{position_ids.min().item()} to {position_ids.max().item()}. Shorten the input, or use a model with "
-                f'`position_embedding_type` "sinusoidal" or "none", which have no limit.'
+                f"Learned positions end at `max_position_embeddings` = {limit}, got positions from {first} to {last}. "
+                f'Shorten the input, or use a model whose `position_embedding_type` is "sinusoidal" or "none".'
             )
 
     def _packed_sequences(

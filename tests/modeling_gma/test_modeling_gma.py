@@ -1073,6 +1073,12 @@ def test_continuing_past_learned_positions_is_refused(lm):
         lm(make_tokens(length=1), past_key_values=cache)
 
 
+def test_too_long_an_input_is_refused_while_compiling(lm):
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="end at `max_position_embeddings` = 128"):
+        torch.compile(lm, backend="eager", fullgraph=True)(make_tokens(length=129))
+
+
 def test_unlimited_positions_have_no_limit(tiny_config):
     for kind in ("sinusoidal", "none"):
         model = GMAForCausalLM(tiny_config(position_embedding_type=kind, max_position_embeddings=8)).eval()
