@@ -41,7 +41,7 @@ from modeling_gma import GMAConfig, GMAForCausalLM, parameter_groups
 
 END_OF_TEXT = "<|endoftext|>"
 
-# What a quickstart folder holds. A folder with anything else in it is somebody's, and is left alone.
+# What a quickstart folder holds. A folder with anything else in it, or without our results, is left alone.
 FILES = {"config.json", "generation_config.json", "model.safetensors", "results.json"}
 FILES |= {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 
@@ -224,13 +224,22 @@ def train(arguments: Arguments, accelerator: Accelerator):
     return accelerator.unwrap_model(model), tokenizer, results
 
 
+def is_ours(results: Path) -> bool:
+    try:
+        return "validation_perplexity_after" in json.loads(results.read_text())
+    except (OSError, ValueError):
+        return False
+
+
 def make_room(folder: Path) -> Path:
     """A folder beside the one to write, made before any work is done. Nobody's files are in the way."""
     if folder.exists() and not folder.is_dir():
         raise SystemExit(f"--output_dir {folder} is a file; name a folder.")
-    others = sorted(path.name for path in folder.iterdir() if path.name not in FILES) if folder.is_dir() else []
-    if others:
-        raise SystemExit(f"--output_dir {folder} holds other files ({', '.join(others[:3])}); name another folder.")
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    others = [name for name in names if name not in FILES]
+    if others or (names and not is_ours(folder / "results.json")):
+        shown = ", ".join((others or names)[:3])
+        raise SystemExit(f"--output_dir {folder} holds files of somebody else's ({shown}); name another folder.")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

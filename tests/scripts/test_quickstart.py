@@ -34,7 +34,11 @@ def test_trains_saves_reloads_and_writes(tmp_path):
 
 
 BAD = {
-    "somebody's folder": (["--output_dir", "{}"], "holds other files (thesis.txt); name another folder"),
+    "somebody's folder": (["--output_dir", "{}"], "somebody else's (checkpoint, thesis.txt); name another folder"),
+    "somebody's checkpoint": (
+        ["--output_dir", "{}/checkpoint"],
+        "(config.json, model.safetensors)",
+    ),
     "a file": (["--output_dir", "{}/thesis.txt"], "is a file"),
     "below a file": (["--output_dir", "{}/thesis.txt/model"], "cannot be made"),
     "no steps": (["--output_dir", "{}/model", "--max_steps", "0"], "--max_steps must be at least 1, got 0"),
@@ -47,9 +51,13 @@ def test_bad_values_get_a_sentence_and_change_nothing(name, tmp_path):
     arguments, message = BAD[name]
     (tmp_path / "thesis.txt").write_text("years of work")
     (tmp_path / "results.json").write_text("{}")
+    (tmp_path / "checkpoint").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / "checkpoint" / file).write_text("weeks of training")
     done = run(*(argument.format(tmp_path) for argument in arguments))
     assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "thesis.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "results.json", "thesis.txt"]
+    assert (tmp_path / "checkpoint" / "model.safetensors").read_text() == "weeks of training"
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
