@@ -43,7 +43,9 @@ class GaussianMixture(nn.Module):
         routing_dim = self.mu.shape[-1]
         directions = F.normalize(torch.randn_like(self.mu), dim=-1)
         init.copy_(self.mu, directions * (routing_std * math.sqrt(routing_dim)))
-        variance = routing_std**2 * math.sqrt(routing_dim) / SCORE_SPREAD - self.variance_floor
+        variance = routing_std**2 * math.sqrt(routing_dim) / SCORE_SPREAD
+        # What softplus has to add to the floor; a floor above the variance wanted is the variance.
+        variance = max(variance - self.variance_floor, 1e-3 * variance)
         init.constant_(self.omega, variance + math.log(-math.expm1(-variance)))
         init.zeros_(self.alpha)
 

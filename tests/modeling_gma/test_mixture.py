@@ -52,6 +52,13 @@ def test_initial_entropies_do_not_depend_on_width(hidden_size, tiny_config):
             assert 0.85 < token_entropy < 0.99
 
 
+def test_a_start_narrower_than_the_floor(tiny_config):
+    for changes in ({"variance_floor": 50.0}, {"initializer_range": 1e-4}):
+        config = tiny_config(**changes)
+        _, variances, _ = GMAModel(config).layers[0].mixer.mixture_norm()
+        assert variances.isfinite().all() and (variances >= config.variance_floor).all()
+
+
 def test_a_mixture_or_mixer_alone_is_ready_to_use(tiny_config):
     torch.empty(1_000_000).fill_(math.nan)
     for mixture in (GaussianMixture(3, 5, 4), GMAAttention(tiny_config(forget_gate=True)).mixture_norm):
