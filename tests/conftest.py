@@ -7,6 +7,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modeling_gma import GMAConfig
 
@@ -21,6 +23,25 @@ settings.load_profile("gma")
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+@pytest.fixture
+def largest_tensor():
+    return LargestTensor()
 
 
 @pytest.fixture
