@@ -50,7 +50,7 @@ class GMAConfig(PreTrainedConfig):
             Added to the normaliser when memory is read.
         variance_floor (`float`, defaults to 1e-4):
             Smallest variance a component can have.
-        chunk_size (`int`, defaults to 128):
+        chunk_size (`int`, defaults to 64):
             Tokens that a causal mixer handles at once. Changes speed and memory, not results.
         initializer_range (`float`, defaults to 0.02):
             Standard deviation of weights and embeddings at the start.
@@ -100,7 +100,7 @@ class GMAConfig(PreTrainedConfig):
     layer_norm_eps: float = 1e-5
     attention_eps: float = 1e-6
     variance_floor: float = 1e-4
-    chunk_size: int = 128
+    chunk_size: int = 64
     initializer_range: float = 0.02
     forget_gate: bool = False
     tie_word_embeddings: bool = True

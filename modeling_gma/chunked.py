@@ -4,12 +4,16 @@ A causal (or packed) sequence is cut into chunks of C tokens. Inside a chunk the
 responsibilities; between chunks only states (K x (d_v + 1), the mass being the last column) are handed on.
 
 The work goes through in tiles: a few heads, and a stretch of tokens, at a time, so that responsibilities stay in the
-processor's cache. What is kept for backward is what goes in, what comes out, and one state for every stretch;
-responsibilities are computed again.
+processor's cache, in memory that every tile uses again. What is kept for backward is what goes in, what comes out, and
+one state for every stretch; responsibilities are computed again.
+
+Inside, heads come first: x (h, b, n, ..) is then a batch of matrices for the weights of h heads, with rows and tokens
+as one dimension, and a batch of h * b matrices for the states, both without a copy.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,7 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
-CHUNK_SIZE = 128
+CHUNK_SIZE = 64
 
 # Responsibilities below this are dropped: float32 cannot see them in any result, but their products would be subnormal
 # numbers, on which CPUs are several times slower.
@@ -26,58 +30,83 @@ FAINTEST = 4e-18
 # A decay below this is forgetting everything; finite, so that differences of its sums stay numbers.
 LOG_DECAY_MIN = -30.0
 
-# Tokens to a stretch, and numbers in a tile of responsibilities. On two cores, tiles eight times smaller cost 5 to
-# 30 %, and tiles sixteen times larger were between 9 % slower and 6 % faster.
-STRETCH = 2048
-TILE = 1 << 20
+# Tokens to a stretch, and numbers in a tile of responsibilities for each thread.
+STRETCH = 1024
+TILE = 1 << 19
 
 
 def responsibilities(x, means, variances, log_priors):
     """Posterior over components: x (B, H, N, d_r) -> (B, H, N, K), rows summing to one."""
-    return MixtureMap.forward(x, *_score_weights(means, variances, log_priors))
+    return MixtureMap.features(x, *MixtureMap.prepare(means, variances, log_priors))
 
 
 def attention(query, key, value, means, variances, log_priors, **options):
     """The fast path behind `functional.gaussian_mixture_attention`; `options` are those of `linear_attention`."""
-    parameters = _score_weights(means, variances, log_priors)
-    return linear_attention(query, key, value, MixtureMap, parameters, means.shape[-2], dtype=means.dtype, **options)
-
-
-def _score_weights(means, variances, log_priors):
-    """Weights (H, K, 2 d_r) on x and x^2, and constants (H, K), whose sum is the log-density of every component.
-
-    Up to a term that all components share: scores are taken relative to one wide Gaussian at the centre of the
-    mixture. That changes no posterior, and it cancels the part of x^2 that all components share before it can cost
-    precision. As the score gradients of a token sum to zero over the components, that Gaussian needs no gradient.
-    """
-    precisions = variances.reciprocal()
-    shared_precision = precisions.amin(dim=-2, keepdim=True).detach()
-    centre = means.mean(dim=-2, keepdim=True).detach()
-    linear = precisions * means - shared_precision * centre
-    quadratic = -0.5 * (precisions - shared_precision)
-    constants = (
-        log_priors
-        - 0.5 * variances.log().sum(-1)
-        - 0.5 * (precisions * means.square() - shared_precision * centre.square()).sum(-1)
-    )
-    return torch.cat([linear, quadratic], dim=-1), constants
+    mixture = (means, variances, log_priors)
+    return linear_attention(query, key, value, MixtureMap, mixture, means.shape[-2], dtype=means.dtype, **options)
 
 
 class MixtureMap:
-    """From routing vectors to responsibilities. Parameters: score weights (H, K, 2 d_r) and constants (H, K)."""
+    """From routing vectors to responsibilities. Parameters: means and variances (H, K, d_r), log_priors (H, K)."""
 
     @staticmethod
-    def forward(x, weights, constants):
-        scores = torch.cat([x, x.square()], dim=-1) @ weights.transpose(-1, -2) + constants.unsqueeze(-2)
-        return F.threshold(scores.softmax(dim=-1), FAINTEST, 0.0)
+    def prepare(means, variances, log_priors):
+        """Weights (H, 2 d_r + 1, K) on x, x^2 and one, whose sum is the log-density of every component.
+
+        Up to a term that all components share: scores are taken relative to one wide Gaussian at the centre of the
+        mixture. That changes no posterior, and it cancels the part of x^2 that all components share before it can cost
+        precision. As the score gradients of a token sum to zero over the components, that Gaussian needs no gradient.
+        """
+        precisions = variances.reciprocal()
+        shared_precision = precisions.amin(dim=-2, keepdim=True).detach()
+        centre = means.mean(dim=-2, keepdim=True).detach()
+        linear = precisions * means - shared_precision * centre
+        quadratic = -0.5 * (precisions - shared_precision)
+        constants = (
+            log_priors
+            - 0.5 * variances.log().sum(-1)
+            - 0.5 * (precisions * means.square() - shared_precision * centre.square()).sum(-1)
+        )
+        return (torch.cat([linear.mT, quadratic.mT, constants.unsqueeze(-2)], dim=-2),)
 
     @staticmethod
-    def backward(x, gamma, gradient, weights, constants):
-        """Gradients of x and, summed over batch and tokens, of the parameters."""
-        by_scores = torch._softmax_backward_data(gradient, gamma, -1, gamma.dtype)
-        by_weights = by_scores.transpose(-1, -2) @ torch.cat([x, x.square()], dim=-1)
-        by_x, by_square = (by_scores @ weights).chunk(2, dim=-1)
-        return torch.addcmul(by_x, x, by_square, value=2.0), (by_weights.sum(0), by_scores.sum((0, 2)))
+    def features(x, weights):
+        inputs = torch.cat([x, x.square(), torch.ones_like(x[..., :1])], dim=-1)
+        return F.threshold((inputs @ weights).softmax(dim=-1), FAINTEST, 0.0)
+
+    @staticmethod
+    def fill(features, x, scratch, weights):
+        inputs = MixtureMap._inputs(features, x, scratch)
+        dim, length = x.shape[-1], x.shape[2]
+        inputs[:, :, :length, :dim].copy_(x)
+        if features.shape[2] > length:
+            inputs[:, :, length:] = 0.0
+        torch.mul(inputs[..., :dim], inputs[..., :dim], out=inputs[..., dim:-1])
+        inputs[..., -1] = 1.0
+        scores = features.flatten(1, 2)
+        torch.bmm(inputs.flatten(1, 2), weights, out=scores)
+        torch.softmax(scores, dim=-1, out=scores)
+        F.threshold_(scores, FAINTEST, 0.0)
+
+    @staticmethod
+    def backward(features, gradient, scratch, by_x, by_weights, weights):
+        inputs = MixtureMap._inputs(features, by_x, scratch)
+        dim, length = by_x.shape[-1], by_x.shape[2]
+        by_scores = gradient.flatten(1, 2)
+        torch.ops.aten._softmax_backward_data.out(
+            by_scores, features.flatten(1, 2), -1, features.dtype, grad_input=by_scores
+        )
+        by_weights.baddbmm_(inputs.flatten(1, 2).mT, by_scores)
+        by_inputs = scratch("gradients", *features.shape[:3], 2 * dim)
+        torch.bmm(by_scores, weights[:, :-1].mT, out=by_inputs.flatten(1, 2))
+        inputs, by_inputs = inputs[:, :, :length], by_inputs[:, :, :length]
+        torch.addcmul(by_inputs[..., :dim], inputs[..., :dim], by_inputs[..., dim:], value=2.0, out=by_x)
+
+    @staticmethod
+    def _inputs(features, x, scratch):
+        """Memory for x, x^2 and one, the rows aligned."""
+        width = 2 * x.shape[-1] + 1
+        return scratch("inputs", *features.shape[:3], width + -width % 16)[..., :width]
 
 
 def linear_attention(
@@ -98,9 +127,16 @@ def linear_attention(
 ):
     """Attention through a memory of `num_features` slots, written and read by features of keys and queries.
 
-    `feature_map` has `forward(x, *parameters)` and `backward(x, features, gradient, *parameters)` as `MixtureMap` has
-    them; the parameters are indexed by head. All is computed in `dtype`, and causal attention by `chunk_size` tokens.
-    The rest is as in `functional.gaussian_mixture_attention`.
+    `feature_map` is a class with four static methods, like `MixtureMap`:
+        prepare(*parameters): tensors indexed by head, computed once for all tokens. Differentiable.
+        features(x, *prepared): (B, H, N, d) -> (B, H, N, num_features). Differentiable.
+        fill(features, x, scratch, *prepared): the same for a tile, x (h, b, n, d), into the first n rows of features
+            (h, b, >= n, num_features). `scratch(name, *shape)` is memory that `backward` finds again.
+        backward(features, gradient, scratch, by_x, *by_prepared, *prepared): from the gradient of features, which it
+            may overwrite, write that of x and add those of what `prepare` gave.
+
+    All is computed in `dtype`, and causal attention by `chunk_size` tokens. The rest is as in
+    `functional.gaussian_mixture_attention`.
     """
     if log_decay is not None:
         log_decay = effective_decay(log_decay, key_mask)
@@ -112,7 +148,8 @@ def linear_attention(
             *value.shape[:2], num_features, value.shape[-1] + 1, dtype=dtype, device=value.device
         )
     if is_causal and value.shape[2] == 1:
-        read, write = (feature_map.forward(x.to(dtype), *parameters) for x in (query, key))
+        prepared = feature_map.prepare(*parameters)
+        read, write = (feature_map.features(x.to(dtype), *prepared) for x in (query, key))
         state = initial_state if log_decay is None else initial_state * log_decay.exp().unsqueeze(-1)
         state = state + write.transpose(-1, -2) * _with_mass(value.to(dtype), key_mask)
         total = read @ state
@@ -142,16 +179,22 @@ def _in_one_piece(
 ):
     """What `_AtOnce` and `_InChunks` do, without tiles and with PyTorch's own gradients."""
     length = query.shape[2]
-    read, write = (feature_map.forward(x.to(state.dtype), *parameters) for x in (query, key))
+    prepared = feature_map.prepare(*parameters)
+    read, write = (feature_map.features(x.to(state.dtype), *prepared) for x in (query, key))
     values = _with_mass(value.to(state.dtype), key_mask)
-    if is_causal or cu_seqlens is not None:
-        sequence = None if cu_seqlens is None else sequence_of_token(cu_seqlens, length)
-        crossings = _crossings(length, chunk, is_causal, log_decay, sequence, sequence, state)
-        total, state = _read_chunks(*(_chunks(x, chunk) for x in (read, write, values)), state, *crossings)
-        total = total.flatten(2, 3)[:, :, :length]
-    else:
+    if not (is_causal or cu_seqlens is not None):
         state = state + write.transpose(-1, -2) @ values
         total = read @ state
+    else:
+        sequence = None if cu_seqlens is None else sequence_of_token(cu_seqlens, length)
+        inner, carries = _crossings(length, chunk, is_causal, log_decay, sequence, sequence, state)
+        read, write, values = (_chunks(x, chunk) for x in (read, write, values))
+        total = (read @ write.transpose(-1, -2) * inner) @ values
+        for carry in carries:
+            states, last = carry.states_at_once(state, write.transpose(-1, -2) @ _scaled(values, carry.leave))
+            total = total + _scaled(read @ states, carry.enter)
+            state = last if carry.is_forward else state
+        total = total.flatten(2, 3)[:, :, :length]
     return (total[..., :-1] / (total[..., -1:] + eps)).to(value.dtype), state
 
 
@@ -160,40 +203,42 @@ class _AtOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, feature_map, query, key, value, initial_state, key_mask, eps, *parameters):
-        state = initial_state.clone()
+        state = _inside(initial_state)
+        work = _Work(feature_map, parameters, state)
         for tile in _tiles(key, state):
-            write = feature_map.forward(tile.of(key, state.dtype), *tile.of_heads(parameters))
-            state[tile.heads] += write.transpose(-1, -2) @ tile.values(value, key_mask, state.dtype)
+            write = work.features("key", tile, key, key_mask=key_mask)
+            written = state[tile.groups]
+            written[..., :-1, :] += _matmul(tile.of(value).to(state.dtype).mT, write)
+            written[..., -1, :] += write.sum(-2)
         output = _empty_like_heads(value, query.shape[2])
         normaliser = state.new_empty(query.shape[:3])
         for tile in _tiles(query, state):
-            read = feature_map.forward(tile.of(query, state.dtype), *tile.of_heads(parameters))
-            tile.normalise(read @ state[tile.heads], eps, output, normaliser)
+            read = work.features("query", tile, query)
+            tile.normalise(work.matmul("total", read, state[tile.groups].mT), eps, output, normaliser)
         ctx.feature_map = feature_map
         ctx.save_for_backward(query, key, value, key_mask, state, output, normaliser, *parameters)
-        return output, state
+        return output, _outside(state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, output_gradient, state_gradient):
         query, key, value, key_mask, state, output, normaliser, *parameters = ctx.saved_tensors
-        gradients = _Gradients(ctx.feature_map, query, key, value, parameters)
-        state_gradient = state_gradient.clone()
+        work = _Work(ctx.feature_map, parameters, state)
+        by_query, by_key, by_value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
+        by_state = _inside(state_gradient)
         for tile in _tiles(query, state):
-            x = tile.of(query, state.dtype)
-            read = ctx.feature_map.forward(x, *tile.of_heads(parameters))
-            by_total = tile.total_gradient(output_gradient, output, normaliser)
-            state_gradient[tile.heads] += read.transpose(-1, -2) @ by_total
-            gradients.add(tile, "query", x, read, by_total @ state[tile.heads].transpose(-1, -2))
+            read = work.features("query", tile, query)
+            by_total = work.total_gradient(tile, output_gradient, output, normaliser)
+            by_state[tile.groups] += _matmul(by_total.mT, read)
+            by_read = work.matmul("gradient", by_total, state[tile.groups])
+            work.back("query", tile, read, by_read, by_query)
         for tile in _tiles(key, state):
-            x = tile.of(key, state.dtype)
-            write = ctx.feature_map.forward(x, *tile.of_heads(parameters))
-            by_state = state_gradient[tile.heads]
-            tile.put(gradients.value, (write @ by_state)[..., :-1])
-            by_write = tile.values(value, key_mask, state.dtype) @ by_state.transpose(-1, -2)
-            gradients.add(tile, "key", x, write, by_write)
-        by_query, by_key, by_value, by_parameters = gradients.result()
-        return None, by_query, by_key, by_value, state_gradient, None, None, *by_parameters
+            write = work.features("key", tile, key, key_mask=key_mask)
+            by_memory, by_mass = by_state[tile.groups].tensor_split([-1], dim=-2)
+            tile.put(by_value, work.matmul("by values", write, by_memory.mT))
+            by_write = work.matmul("gradient", tile.of(value).to(state.dtype), by_memory, by_mass)
+            work.back("key", tile, write, by_write, by_key)
+        return None, by_query, by_key, by_value, _outside(by_state), None, None, *work.parameter_gradients()
 
 
 class _InChunks(torch.autograd.Function):
@@ -221,134 +266,196 @@ class _InChunks(torch.autograd.Function):
         sequence = None if cu_seqlens is None else sequence_of_token(cu_seqlens, length)
         output = _empty_like_heads(value, length)
         normaliser = initial_state.new_empty(query.shape[:3])
-        state = initial_state.clone()
+        state = _inside(initial_state)
         entering = state.new_empty(len(stretches), *state.shape)
+        work = _Work(feature_map, parameters, state)
         for number, stretch in enumerate(stretches):
             entering[number] = state
             for tile in _tiles(query, state, stretch):
-                read, write = (
-                    _chunks(feature_map.forward(tile.of(x, state.dtype), *tile.of_heads(parameters)), chunk)
-                    for x in (query, key)
-                )
-                values = _chunks(tile.values(value, key_mask, state.dtype), chunk)
+                read = work.features("query", tile, query, chunk)
+                write = work.features("key", tile, key, chunk, key_mask)
+                values = work.values(tile, value, chunk)
                 inner, carries = tile.crossings(chunk, is_causal, log_decay, sequence, state)
-                total, state[tile.heads] = _read_chunks(read, write, values, state[tile.heads], inner, carries)
+                affinities = work.matmul("affinities", read, write.mT).mul_(inner)
+                total = work.matmul("total", affinities, values)
+                for carry in carries:
+                    states, last = carry.states(work, entering[number][tile.groups], write, values)
+                    work.add_matmul(total, read, states.mT, carry.enter)
+                    if carry.is_forward:
+                        state[tile.groups] = last
                 tile.normalise(tile.unchunk(total), eps, output, normaliser)
         ctx.feature_map, ctx.is_causal, ctx.eps = feature_map, is_causal, eps
         ctx.stretches, ctx.chunk = stretches, chunk
         ctx.save_for_backward(
             query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, state, *parameters
         )
-        return output, state
+        return output, _outside(state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, output_gradient, state_gradient):
-        query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, state, *parameters = (
+        query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, leaving, *parameters = (
             ctx.saved_tensors
         )
-        gradients = _Gradients(ctx.feature_map, query, key, value, parameters)
-        decay_gradient = None if log_decay is None else torch.empty_like(log_decay)
-        state_gradient = state_gradient.clone()
-        leaving = state
+        work = _Work(ctx.feature_map, parameters, leaving)
+        by_query, by_key, by_value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
+        by_decay = None if log_decay is None else torch.empty_like(log_decay)
+        by_state = _inside(state_gradient)
         for number, stretch in reversed(list(enumerate(ctx.stretches))):
-            for tile in _tiles(query, state, stretch):
-                query_x, key_x = tile.of(query, state.dtype), tile.of(key, state.dtype)
-                read, write = (
-                    _chunks(ctx.feature_map.forward(x, *tile.of_heads(parameters)), ctx.chunk)
-                    for x in (query_x, key_x)
-                )
-                values = _chunks(tile.values(value, key_mask, state.dtype), ctx.chunk)
-                by_total = _chunks(tile.total_gradient(output_gradient, output, normaliser), ctx.chunk)
-                inner, carries = tile.crossings(ctx.chunk, ctx.is_causal, log_decay, sequence, state)
+            for tile in _tiles(query, leaving, stretch):
+                read = work.features("query", tile, query, ctx.chunk)
+                write = work.features("key", tile, key, ctx.chunk, key_mask)
+                values = work.values(tile, value, ctx.chunk)
+                by_total = work.total_gradient(tile, output_gradient, output, normaliser, ctx.chunk)
+                inner, carries = tile.crossings(ctx.chunk, ctx.is_causal, log_decay, sequence, leaving)
 
-                affinities = read @ write.transpose(-1, -2)
-                affinities *= inner
-                by_values = affinities.transpose(-1, -2) @ by_total
-                by_affinities = by_total @ values.transpose(-1, -2)
-                by_affinities *= inner
-                by_read = by_affinities @ write
-                by_write = by_affinities.transpose(-1, -2) @ read
-                by_leaving = state_gradient[tile.heads].clone()
+                affinities = work.matmul("affinities", read, write.mT).mul_(inner)
+                by_values = work.matmul("by values", affinities.mT, by_total)
+                by_affinities = work.matmul("affinities", by_total, values.mT).mul_(inner)
+                by_read = work.matmul("by read", by_affinities, write)
+                by_write = work.matmul("by write", by_affinities.mT, read)
+                by_leaving = by_state[tile.groups].clone()
                 for carry in carries:
-                    states = carry.states(entering[number][tile.heads], write, values)
-                    by_read += _scaled(by_total @ states[:, :, :-1].transpose(-1, -2), carry.enter)
-                    by_states = _scaled(read, carry.enter).transpose(-1, -2) @ by_total
-                    by_last = by_leaving if carry.is_forward else torch.zeros_like(by_leaving)
-                    by_first, by_written = carry.back(torch.cat([by_states, by_last.unsqueeze(2)], dim=2))
-                    by_values += _scaled(write, carry.leave) @ by_written
-                    by_write += _scaled(values @ by_written.transpose(-1, -2), carry.leave)
+                    states, _ = carry.states(work, entering[number][tile.groups], write, values)
+                    by_entering = _scaled(by_total, carry.enter)
+                    work.add_matmul(by_read, by_entering, states)
+                    by_states = work.matmul("states", by_entering.mT, read)
+                    by_first, by_written = carry.back(work, by_states, by_leaving)
+                    work.add_matmul(by_write, _scaled(values, carry.leave), by_written)
+                    work.add_matmul(by_values, write, by_written.mT, carry.leave)
                     if carry.is_forward:
-                        state_gradient[tile.heads] = by_first
+                        by_state[tile.groups] = by_first
 
                 if log_decay is not None:
                     # The sum of decays up to a token scales its read up and its write down. The normaliser cancels the
                     # first but for eps. The state that leaves has all the sums in it.
-                    by_sum = tile.of(output_gradient, state.dtype) * tile.of(output, state.dtype)
-                    by_sum = by_sum.sum(-1) * (ctx.eps / normaliser[tile.heads][:, :, tile.tokens])
-                    by_sum -= tile.unchunk(by_values * values).sum(-1)
-                    by_sum[..., -1] += (by_leaving * leaving[tile.heads]).sum((-1, -2))
-                    tile.put(decay_gradient, by_sum.flip(-1).cumsum(-1).flip(-1))
-                tile.put(gradients.value, tile.unchunk(by_values)[..., :-1])
-                gradients.add(tile, "query", query_x, tile.unchunk(read), tile.unchunk(by_read))
-                gradients.add(tile, "key", key_x, tile.unchunk(write), tile.unchunk(by_write))
+                    by_sum = (tile.of(output_gradient).to(leaving.dtype) * tile.of(output)).sum(-1)
+                    by_sum *= ctx.eps / tile.of(normaliser)
+                    by_sum -= tile.unchunk(by_values.mul(values)).sum(-1)
+                    by_sum[..., -1] += (by_leaving * leaving[tile.groups]).sum((-1, -2))
+                    tile.put(by_decay, by_sum.flip(-1).cumsum(-1).flip(-1))
+                tile.put(by_value, tile.unchunk(by_values)[..., :-1])
+                work.back("query", tile, read.flatten(2, 3), by_read.flatten(2, 3), by_query)
+                work.back("key", tile, write.flatten(2, 3), by_write.flatten(2, 3), by_key)
             leaving = entering[number]
-        by_query, by_key, by_value, by_parameters = gradients.result()
-        return None, by_query, by_key, by_value, decay_gradient, state_gradient, *[None] * 5, *by_parameters
+        by_parameters = work.parameter_gradients()
+        return None, by_query, by_key, by_value, by_decay, _outside(by_state), *[None] * 5, *by_parameters
 
 
-def _read_chunks(read, write, values, first, inner, carries):
-    """What every token reads, (B, H, T, C, d_v + 1), and the state after the last chunk."""
-    affinities = read @ write.transpose(-1, -2)
-    affinities *= inner
-    total = affinities @ values
-    for carry in carries:
-        states = carry.states(first, write, values)
-        total += _scaled(read, carry.enter) @ states[:, :, :-1]
-        if carry.is_forward:
-            last = states[:, :, -1]
-    return total, last
+class _Work:
+    """What the tiles of one pass share: the feature map with its gradients, and memory to work in."""
 
+    def __init__(self, feature_map, parameters, state):
+        self.feature_map, self.parameters, self.like = feature_map, parameters, state
+        self.prepared = feature_map.prepare(*parameters)
+        self.by_prepared = None
+        self.memory = {}
 
-class _Gradients:
-    """Gradients of the inputs and of the feature map's parameters, gathered tile by tile."""
+    def scratch(self, name, *shape):
+        """Memory of this name: fresh memory for each tile would be cold, and come from the system page by page."""
+        size = math.prod(shape)
+        memory = self.memory.get(name)
+        if memory is None or memory.numel() < size:
+            memory = self.memory[name] = self.like.new_empty(size)
+        return memory[:size].view(shape)
 
-    def __init__(self, feature_map, query, key, value, parameters):
-        self.feature_map, self.parameters = feature_map, parameters
-        self.query, self.key, self.value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
-        self.by_parameters = [torch.zeros_like(parameter) for parameter in parameters]
+    def matmul(self, name, left, right, added=None):
+        """left @ right, batches of matrices, plus `added`, into memory of this name."""
+        shape = (*left.shape[:-1], right.shape[-1])
+        out = self.scratch(name, *shape)
+        left, right, flat = (x.flatten(0, -3) for x in (left, right, out))
+        if added is None:
+            torch.bmm(left, right, out=flat)
+        else:
+            torch.baddbmm(added.flatten(0, -3), left, right, out=flat)
+        return out
 
-    def add(self, tile, name, x, features, gradient):
-        by_x, by_parameters = self.feature_map.backward(x, features, gradient, *tile.of_heads(self.parameters))
-        tile.put(getattr(self, name), by_x)
-        for target, gradient in zip(tile.of_heads(self.by_parameters), by_parameters):
-            target += gradient
+    def add_matmul(self, target, left, right, factor=None):
+        """Add left @ right to `target`, its rows scaled by `factor`."""
+        if factor is None:
+            target.flatten(0, -3).baddbmm_(left.flatten(0, -3), right.flatten(0, -3))
+        else:
+            target.addcmul_(self.matmul("part", left, right), factor)
 
-    def result(self):
-        return self.query, self.key, self.value, self.by_parameters
+    def features(self, name, tile, x, chunk=None, key_mask=None):
+        """Features of a tile, (h, b, n, K), or in whole chunks, (h, b, T, C, K); zero where nothing is written."""
+        x = tile.of(x)
+        heads, rows, length = x.shape[:3]
+        features = self.scratch(name, heads, rows, _whole(length, chunk), self.like.shape[-1])
+        self.feature_map.fill(features, x, self._scratch_of(name), *tile.of_heads(self.prepared))
+        features[:, :, length:] = 0.0
+        if key_mask is not None:
+            features[:, :, :length].masked_fill_(~key_mask[tile.rows, tile.tokens].unsqueeze(-1), 0.0)
+        return features if chunk is None else features.unflatten(2, (-1, chunk))
+
+    def back(self, name, tile, features, gradient, target):
+        """From the gradient of features to those of `target` and of what the feature map was prepared with."""
+        if self.by_prepared is None:
+            self.by_prepared = [torch.zeros_like(x) for x in self.prepared]
+        target = tile.of(target)
+        by_x = target if target.dtype == gradient.dtype else self.scratch("by x", *target.shape)
+        prepared, by_prepared = tile.of_heads(self.prepared), tile.of_heads(self.by_prepared)
+        self.feature_map.backward(features, gradient, self._scratch_of(name), by_x, *by_prepared, *prepared)
+        if by_x is not target:
+            target.copy_(by_x)
+
+    def _scratch_of(self, name):
+        return lambda part, *shape: self.scratch(f"{name} {part}", *shape)
+
+    def parameter_gradients(self):
+        with torch.enable_grad():
+            parameters = [x.detach().requires_grad_() for x in self.parameters]
+            prepared = self.feature_map.prepare(*parameters)
+        return torch.autograd.grad(prepared, parameters, self.by_prepared, allow_unused=True) if parameters else ()
+
+    def values(self, tile, value, chunk):
+        """Values and, as a last column, the mass of their tokens, (h, b, T, C, d_v + 1); nothing after the last."""
+        value = tile.of(value)
+        length, dim = value.shape[2:]
+        values = self.scratch("values", *value.shape[:2], _whole(length, chunk), dim + 1)
+        values[:, :, :length, :dim].copy_(value)
+        values[:, :, :length, dim] = 1.0
+        values[:, :, length:] = 0.0
+        return values.unflatten(2, (-1, chunk))
+
+    def total_gradient(self, tile, output_gradient, output, normaliser, chunk=None):
+        """Gradient of numerator and normaliser, (h, b, n, d_v + 1), or in whole chunks."""
+        gradient, output, below = tile.of(output_gradient), tile.of(output), tile.of(normaliser).unsqueeze(-1)
+        length, dim = gradient.shape[2:]
+        whole = self.scratch("by total", *gradient.shape[:2], _whole(length, chunk), dim + 1)
+        whole[:, :, length:] = 0.0
+        by_total = whole[:, :, :length]
+        torch.mul(gradient, output, out=by_total[..., :dim])
+        inward = by_total[..., :dim].sum(-1, keepdim=True)
+        torch.div(gradient, below, out=by_total[..., :dim])
+        torch.div(inward.neg_(), below, out=by_total[..., dim:])
+        return whole if chunk is None else whole.unflatten(2, (-1, chunk))
 
 
 class _Tile(NamedTuple):
     """A few heads of a few rows, and a stretch of tokens: few enough for features to stay in the processor's cache."""
 
-    heads: tuple[slice, slice]
+    rows: slice
+    heads: slice
     tokens: slice
 
-    def of(self, x, dtype):
-        return x[self.heads][:, :, self.tokens].to(dtype)
+    @property
+    def groups(self):
+        return self.heads, self.rows
+
+    def of(self, x):
+        """x (B, H, N, ..) -> (h, b, n, ..)."""
+        return x[self.rows, self.heads, self.tokens].transpose(0, 1)
 
     def of_heads(self, parameters):
-        return [parameter[self.heads[1]] for parameter in parameters]
-
-    def values(self, value, key_mask, dtype):
-        return _with_mass(self.of(value, dtype), None if key_mask is None else key_mask[self.heads[0], self.tokens])
+        return [parameter[self.heads] for parameter in parameters]
 
     def put(self, target, x):
-        target[self.heads][:, :, self.tokens] = x.to(target.dtype)
+        self.of(target).copy_(x)
 
     def crossings(self, chunk, is_causal, log_decay, sequence, state):
         start, stop = self.tokens.start, self.tokens.stop
-        log_decay = None if log_decay is None else log_decay[self.heads][:, :, self.tokens]
+        log_decay = None if log_decay is None else self.of(log_decay)
         before = None if sequence is None else sequence[max(start - 1, 0) :]
         sequence = None if sequence is None else sequence[self.tokens]
         return _crossings(stop - start, chunk, is_causal, log_decay, sequence, before, state)
@@ -360,14 +467,7 @@ class _Tile(NamedTuple):
         """Divide by the mass read, into `output` and `normaliser`."""
         below = total[..., -1] + eps
         self.put(normaliser, below)
-        self.put(output, total[..., :-1] / below.unsqueeze(-1))
-
-    def total_gradient(self, output_gradient, output, normaliser):
-        """Gradient of numerator and normaliser, (.., d_v + 1)."""
-        gradient = self.of(output_gradient, normaliser.dtype)
-        inward = (gradient * self.of(output, normaliser.dtype)).sum(-1, keepdim=True)
-        below = normaliser[self.heads][:, :, self.tokens].unsqueeze(-1)
-        return torch.cat([gradient, -inward], dim=-1) / below
+        torch.div(total[..., :-1], below.unsqueeze(-1), out=self.of(output))
 
 
 class _Carry(NamedTuple):
@@ -379,19 +479,48 @@ class _Carry(NamedTuple):
     leave: torch.Tensor | None = None  # (.., T, C, 1): what is left of each token's write where its chunk ends
     is_forward: bool = True
 
-    def states(self, first, write, values):
-        written = _scaled(write, self.leave).transpose(-1, -2) @ values  # (.., T, K, d_v + 1)
+    def states(self, work, first, write, values):
+        """States (h, b, T, d_v + 1, K) that enter each chunk, and the one that leaves the last."""
+        written = work.matmul("written", _scaled(values, self.leave).mT, write)
+        if not self.is_forward:
+            return self.states_at_once(first, written)
+        # One chunk after another: in a matrix product, a NaN would reach chunks before it.
+        states, across = work.scratch("states", *written.shape), self._across()
+        states[:, :, 0] = first
+        for i in range(1, states.shape[2]):
+            _add_scaled(written[:, :, i - 1], states[:, :, i - 1], across, i - 1, states[:, :, i])
+        return states, _add_scaled(written[:, :, -1], states[:, :, -1], across, -1)
+
+    def states_at_once(self, first, written):
         before = torch.cat([first.unsqueeze(2), written], dim=2)
         if self.crossing is None:
-            return before.cumsum(dim=2)
-        return (self.crossing @ before.flatten(3)).view_as(before)
-
-    def back(self, states_gradient):
-        if self.crossing is None:
-            before = states_gradient.flip(2).cumsum(dim=2).flip(2)
+            states = before.cumsum(dim=2)
         else:
-            before = (self.crossing.transpose(-1, -2) @ states_gradient.flatten(3)).view_as(states_gradient)
-        return before[:, :, 0], before[:, :, 1:]
+            states = (self.crossing @ before.flatten(3)).view_as(before)
+        return states[:, :, :-1], states[:, :, -1]
+
+    def back(self, work, by_states, by_last):
+        """Gradients of the first state and of what was written, from those of the states."""
+        if not self.is_forward:
+            gradient = torch.cat([by_states, torch.zeros_like(by_last).unsqueeze(2)], dim=2)
+            before = (self.crossing.mT @ gradient.flatten(3)).view_as(gradient)
+            return before[:, :, 0], before[:, :, 1:]
+        by_written, across = work.scratch("written", *by_states.shape), self._across()
+        by_written[:, :, -1] = by_last
+        for i in range(by_states.shape[2] - 1, 0, -1):
+            _add_scaled(by_states[:, :, i], by_written[:, :, i], across, i, by_written[:, :, i - 1])
+        return _add_scaled(by_states[:, :, 0], by_written[:, :, 0], across, 0), by_written
+
+    def _across(self):
+        """What is left of a state after each chunk, (.., T, 1, 1)."""
+        return None if self.crossing is None else self.crossing.diagonal(-1, -2, -1)[..., None, None]
+
+
+def _add_scaled(x, state, factors, index, out=None):
+    """x + factors[index] * state."""
+    if factors is None:
+        return torch.add(x, state, out=out)
+    return torch.addcmul(x, state, factors[..., index, :, :], out=out)
 
 
 def _crossings(length, chunk, is_causal, log_decay, sequence, before, like):
@@ -430,7 +559,7 @@ def _crossings(length, chunk, is_causal, log_decay, sequence, before, like):
         decay = F.pad(log_decay, (0, padding)).unflatten(-1, (count, chunk))
         sums = decay.cumsum(-1)
         last = sums[..., -1:]
-        inner = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).clamp(max=0.0).exp() * inner
+        inner = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(inner == 0, -torch.inf).exp_()
         ends = F.pad(last.squeeze(-1).cumsum(-1), (1, 0))
         crossing = (ends.unsqueeze(-1) - ends.unsqueeze(-2)).clamp(max=0.0).exp() * crossing
         enter, leave = sums.exp().unsqueeze(-1), (last - sums).exp().unsqueeze(-1)
@@ -449,15 +578,32 @@ def _stretches(length, chunk, whole):
 def _tiles(x, state, stretch=None):
     """Tiles of x (B, H, N, ..) over a stretch of tokens, or over all."""
     batch, heads, length = x.shape[:3]
-    size = TILE if x.device.type == "cpu" else TILE << 10
+    size = TILE * torch.get_num_threads() if x.device.type == "cpu" else TILE << 10
     stretches = _stretches(length, 1, whole=False) if stretch is None else [stretch]
-    one_head = max(min(length, STRETCH) if stretch is None else stretch.stop - stretch.start, 1) * state.shape[2]
+    one_head = max(min(length, STRETCH) if stretch is None else stretch.stop - stretch.start, 1) * state.shape[-1]
     head_step = min(heads, max(1, size // one_head))
-    batch_step = max(1, size // (one_head * heads)) if head_step == heads else 1
-    for b in range(0, batch, batch_step):
-        for h in range(0, heads, head_step):
+    row_step = max(1, size // (one_head * heads)) if head_step == heads else 1
+    for row in range(0, batch, row_step):
+        for head in range(0, heads, head_step):
             for tokens in stretches:
-                yield _Tile((slice(b, b + batch_step), slice(h, h + head_step)), tokens)
+                yield _Tile(slice(row, row + row_step), slice(head, head + head_step), tokens)
+
+
+def _inside(state):
+    """A copy of a state (B, H, K, d_v + 1) as it is used inside: (H, B, d_v + 1, K).
+
+    Heads first as everywhere. And matrix products are fastest where the odd size, d_v + 1, is that of their rows.
+    """
+    return state.permute(1, 0, 3, 2).clone(memory_format=torch.contiguous_format)
+
+
+def _outside(state):
+    return state.permute(1, 0, 3, 2).contiguous()
+
+
+def _matmul(left, right):
+    """left @ right, batches (h, b) of matrices."""
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
 def _with_mass(value, key_mask):
@@ -472,6 +618,11 @@ def _empty_like_heads(x, length):
     """(B, H, N, d) as a view of (B, N, H, d), which is how projections have it."""
     batch, heads, _, dim = x.shape
     return torch.empty(batch, length, heads, dim, dtype=x.dtype, device=x.device).transpose(1, 2)
+
+
+def _whole(length, chunk):
+    """Length in whole chunks."""
+    return length if chunk is None else length + -length % chunk
 
 
 def _chunks(x, size):
