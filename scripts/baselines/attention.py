@@ -18,7 +18,6 @@ class EagerAttention(ProjectedMixer):
     """Multi-head softmax attention that forms its scores, (B, H, N, N_k)."""
 
     forms_weights = True
-    layer_type = "hybrid"  # keys and values, beside the token counts that every mixer keeps
 
     def attend(
         self, query, key, value, key_mask, past_key_values: Cache | None, position_ids, is_causal, output_attentions
@@ -81,14 +80,15 @@ class RotaryAttention(SDPAAttention):
     def attend(self, query, key, value, position_ids, **options):
         dim = query.shape[-1]
         frequencies = ROTARY_BASE ** (-torch.arange(0, dim, 2, device=query.device, dtype=torch.float32) / dim)
-        angles = position_ids[:, None, :, None].to(torch.float32) * frequencies
+        angles = position_ids[:, :, None, None].to(torch.float32) * frequencies
         cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
-        query, key = (rotate(x, cos, sin) for x in (query, key))
+        # As projections have them, (B, N, H, d), so that the kernel's output is laid out for the output projection.
+        query, key = (rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (query, key))
         return super().attend(query, key, value, position_ids=position_ids, **options)
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (x[m], x[m + d / 2]) of x (B, H, N, d) by angles (.., N, d / 2)."""
+    """Turn the pairs (x[m], x[m + d / 2]) of x (.., d) by angles (.., d / 2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

@@ -42,7 +42,9 @@ class LinformerAttention(ProjectedMixer):
         if key_mask is not None:
             _, key_mask, key, value = valid_first(key_mask, key, value)
             key, value = (x.masked_fill(~key_mask.unsqueeze(-1), 0.0) for x in (key, value))
-        key, value = self.key_projection[:, :length] @ key, self.value_projection[:, :length] @ value
+        # Expanded, as a product of a matrix with a batch would copy the batch.
+        projections = (x[:, :length].expand(len(key), -1, -1) for x in (self.key_projection, self.value_projection))
+        key, value = (projection @ x for projection, x in zip(projections, (key, value)))
         key, value = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value), None
 

@@ -18,11 +18,19 @@ class StateSpace(MambaMixer):
     # What decays a state is not to be decayed itself.
     no_weight_decay = ("A_log",)
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        # As transformers' Mamba models begin.
+        self.init_mamba_weights()
+        init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
+        init.zeros_(self.conv1d.bias)
+        init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+
 
 class MambaMixing(Mixer):
     """A selective state space. It runs from left to right whatever `is_causal` says, as in the paper.
 
-    Training on CPU uses mambapy's parallel scan where it is installed, and on GPU mamba-ssm's kernels where transformers
+    On CPU it uses mambapy's parallel scan where that is installed, and on GPU mamba-ssm's kernels where transformers
     finds them; otherwise transformers' loop over tokens.
     """
 
@@ -40,14 +48,6 @@ class MambaMixing(Mixer):
         }
         self.mamba = StateSpace(MambaConfig(**fields), layer_idx=layer_idx or 0)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        # As transformers' Mamba models begin.
-        self.mamba.init_mamba_weights()
-        init.kaiming_uniform_(self.mamba.conv1d.weight, a=math.sqrt(5))
-        init.zeros_(self.mamba.conv1d.bias)
-        init.kaiming_uniform_(self.mamba.out_proj.weight, a=math.sqrt(5))
-
     def mix(
         self,
         hidden_states,
@@ -61,23 +61,31 @@ class MambaMixing(Mixer):
         if past_key_values is not None and self.cached_state(past_key_values.layers[self.layer_idx]) is not None:
             return self._go_on(hidden_states, attention_mask, past_key_values), None
         if attention_mask is None:
-            return self.mamba(hidden_states, cache_params=past_key_values), None
-        # `MambaMixer` lets padding between tokens decay the state. After all tokens it does no harm to them, and before
-        # all tokens none to the state that is cached.
+            return self._run(hidden_states, past_key_values), None
+        # `MambaMixer` lets padding between tokens decay the state. After all tokens it does them no harm, and before
+        # all tokens it does none to the state that is cached.
         order, mask, hidden_states = valid_first(attention_mask, hidden_states, last=past_key_values is not None)
-        output = self.mamba(hidden_states, cache_params=past_key_values, attention_mask=mask)
+        output = self._run(hidden_states, past_key_values, mask)
         return in_order(output, order.argsort(dim=-1)), None
 
+    def _run(self, hidden_states, past_key_values, attention_mask=None):
+        # Without autocast, the scan of a model in bfloat16 would multiply float32 with bfloat16.
+        dtype = hidden_states.dtype
+        with torch.autocast(hidden_states.device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+            return self.mamba(hidden_states, cache_params=past_key_values, attention_mask=attention_mask)
+
     def _go_on(self, hidden_states, attention_mask, past_key_values):
-        """Continue from the cache, token by token: the scan of `MambaMixer` always begins with an empty state."""
+        """Continue from the cache, token by token: the scan of `MambaMixer` always begins with an empty state.
+
+        As everywhere in transformers' Mamba, there is no backward through this: a step overwrites the state.
+        """
         layer = past_key_values.layers[self.layer_idx]
         outputs = []
         for index in range(hidden_states.shape[1]):
             conv_state, state = layer.conv_states[0], layer.recurrent_states[0]
-            if attention_mask is not None or torch.is_grad_enabled():
-                # They are overwritten in place; what backward or padding still needs must not be.
+            if attention_mask is not None:
                 layer.conv_states[0], layer.recurrent_states[0] = conv_state.clone(), state.clone()
-            outputs.append(self.mamba(hidden_states[:, index : index + 1], cache_params=past_key_values))
+            outputs.append(self._run(hidden_states[:, index : index + 1], past_key_values))
             if attention_mask is not None:
                 is_token = attention_mask[:, index, None, None]
                 layer.conv_states[0] = torch.where(is_token, layer.conv_states[0], conv_state)

@@ -20,7 +20,6 @@ class Mixer(nn.Module):
     forms_weights = False  # whether `output_attentions=True` has something to return
     crosses = True  # whether keys can come from another sequence
     packs = False  # whether `mix` takes `cu_seqlens`; otherwise packed sequences come to it as rows of a padded batch
-    layer_type = "linear_attention"  # what transformers' caches build for it
 
     def __init__(self, config, layer_idx: int | None = None):
         super().__init__()
@@ -117,9 +116,6 @@ class Mixer(nn.Module):
     def cached_state(layer: CacheLayer) -> torch.Tensor | None:
         """What a layer of the cache holds to continue from, or None."""
         return layer.recurrent_states[0] if layer.has_previous_state[0] else None
-
-    def reset_parameters(self) -> None:
-        """Start what `nn.Linear` does not start."""
 
 
 class ProjectedMixer(Mixer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -31,7 +32,7 @@ from modeling_gma.modeling_gma import GMALayer
 from .attention import EagerAttention, RotaryAttention, SDPAAttention
 from .linear_transformer import LinearAttention
 from .linformer import LinformerAttention
-from .mamba import MambaMixing
+from .mamba import MambaMixing, StateSpace
 from .mixer import Mixer
 from .performer import PerformerAttention
 
@@ -45,6 +46,9 @@ MIXERS = {
     "performer": PerformerAttention,
     "mamba": MambaMixing,
 }
+
+
+TWIN_FIELDS = ("mixer", "linformer_dim", "performer_features", "mamba_expand", "mamba_state_size", "mamba_conv_kernel")
 
 
 @strict
@@ -80,21 +84,15 @@ class TwinConfig(GMAConfig):
         super().validate_architecture()
         if self.mixer not in MIXERS:
             raise ValueError(f"`mixer` must be one of {list(MIXERS)}, got {self.mixer!r}.")
-        for name in (
-            "linformer_dim",
-            "performer_features",
-            "mamba_expand",
-            "mamba_state_size",
-            "mamba_conv_kernel",
-        ):
+        for name in TWIN_FIELDS[1:]:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if self.mixer == "linformer" and self.is_causal:
             raise ValueError('`is_causal=True`: the mixer "linformer" is bidirectional only; set `is_causal=False`.')
         if self.mixer == "sdpa_rope" and self.position_embedding_type != "none":
             raise ValueError(
-                f'`position_embedding_type` must be "none" with the mixer "sdpa_rope", whose positions are rotary, got '
-                f"{self.position_embedding_type!r}."
+                f'`position_embedding_type` must be "none" with the mixer "sdpa_rope", whose positions are rotary, '
+                f"got {self.position_embedding_type!r}."
             )
         if self.mixer == "sdpa_rope" and self.routing_dim % 2:
             raise ValueError(f'`routing_dim` must be even with the mixer "sdpa_rope", got {self.routing_dim}.')
@@ -103,8 +101,9 @@ class TwinConfig(GMAConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What transformers' caches build for each layer."""
-        return [MIXERS[self.mixer].layer_type] * self.num_hidden_layers
+        """What transformers' caches build for each layer: "hybrid" holds keys and values, and a state beside them."""
+        kind = "hybrid" if self.mixer in ("eager", "sdpa", "sdpa_rope") else "linear_attention"
+        return [kind] * self.num_hidden_layers
 
     @property
     def number_of_conv_states(self) -> int:
@@ -128,7 +127,7 @@ class TwinPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, Mixer):
+        if isinstance(module, (LinformerAttention, PerformerAttention, StateSpace)):
             module.reset_parameters()
 
 
@@ -182,10 +181,16 @@ def twin_config(config: GMAConfig, mixer: str = "sdpa", **fields) -> GMAConfig:
         raise ValueError(f"`mixer` must be one of {['gma', *MIXERS]}, got {mixer!r}.")
     if mixer == "sdpa_rope":
         fields = {"position_embedding_type": "none"} | fields
-    values = config.to_dict() | fields
+    values = config.to_dict() | fields | {"mixer": mixer}
     for name in ("model_type", "architectures", "transformers_version"):
         values.pop(name, None)
-    return GMAConfig(**values) if mixer == "gma" else TwinConfig(**values, mixer=mixer)
+    if mixer == "gma":
+        return GMAConfig(**{name: value for name, value in values.items() if name not in TWIN_FIELDS})
+    try:
+        return TwinConfig(**values)
+    except StrictDataclassClassValidationError as error:
+        # The sentence alone, as an error of this function.
+        raise ValueError(str(error.__cause__)) from error
 
 
 def build_twin(
