@@ -7,7 +7,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin as CacheLayer
 
 from configuration_gma import GMAConfig
 
@@ -72,6 +73,7 @@ class GMAAttention(nn.Module):
         past_key_values: Cache | None = None,
         tokens_seen: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         is_causal: bool | None = None,
         output_attentions: bool = False,
         output_responsibilities: bool = False,
@@ -85,6 +87,7 @@ class GMAAttention(nn.Module):
             past_key_values: the cache to continue from and to update.
             tokens_seen: (B, 2, 1), what `count_tokens` says the cache has seen after this call; counted here if None.
             cu_seqlens: (S + 1,) boundaries of packed sequences; rows of a batch count as one long row.
+            position_ids: not used; other mixers that a layer can have turn queries and keys by them.
             is_causal: overrides the config's.
             output_attentions, output_responsibilities: whether to return them.
 
@@ -150,7 +153,7 @@ class GMAAttention(nn.Module):
             if tokens_seen is None:
                 tokens_seen = count_tokens(past_key_values, attention_mask, hidden_states, self.layer_idx)
             past_key_values.update_recurrent_state(state, self.layer_idx)
-            past_key_values.update_conv_state(tokens_seen, self.layer_idx)
+            keep_count(past_key_values, tokens_seen, self.layer_idx)
         output = self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
         return output, weights, responsibilities
 
@@ -158,21 +161,38 @@ class GMAAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _initial_state(self, past_key_values: Cache) -> torch.Tensor | None:
-        state = cached_state(past_key_values, self.layer_idx)
+        state = self.cached_state(past_key_values.layers[self.layer_idx])
         # The cache is overwritten in place; what backward still needs must not be.
         return state.clone() if state is not None and torch.is_grad_enabled() else state
 
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        """The shape of what `cached_state` returns."""
+        return (batch, self.num_heads, self.config.num_components, self.config.value_dim + 1)
 
-def cached_state(past_key_values: Cache, layer_idx: int) -> torch.Tensor | None:
-    """The state that a layer continues from, (B, H, K, d_v + 1)."""
-    layer = past_key_values.layers[layer_idx]
-    return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+    @staticmethod
+    def cached_state(layer: CacheLayer) -> torch.Tensor | None:
+        """What a layer of the cache holds to continue from, or None."""
+        return layer.recurrent_states[0] if layer.has_previous_state[0] else None
 
 
 def cached_count(past_key_values: Cache | None, layer_idx: int = 0) -> torch.Tensor | None:
-    """What `count_tokens` left in the cache, (B, 2, 1)."""
-    layer = None if past_key_values is None else past_key_values.layers[layer_idx]
-    return layer.conv_states[0] if layer is not None and layer.has_previous_state[0] else None
+    """What `keep_count` left in the cache, (B, 2, 1)."""
+    return None if past_key_values is None else _count_in(past_key_values.layers[layer_idx])
+
+
+def keep_count(past_key_values: Cache, tokens_seen: torch.Tensor, layer_idx: int) -> None:
+    """Put what `count_tokens` counted into the cache."""
+    past_key_values.update_conv_state(tokens_seen, layer_idx, _count_slot(past_key_values.layers[layer_idx]))
+
+
+def _count_slot(layer: CacheLayer) -> int:
+    # The last of a layer's convolution states: a mixer that has convolutions keeps theirs before it.
+    return layer.number_of_states - 1
+
+
+def _count_in(layer: CacheLayer) -> torch.Tensor | None:
+    slot = _count_slot(layer)
+    return layer.conv_states[slot] if layer.has_previous_state[slot] else None
 
 
 def count_tokens(
@@ -195,28 +215,31 @@ def count_tokens(
     return new if seen is None else seen.to(device) + new
 
 
-def check_cache(past_key_values: Cache, config: GMAConfig, batch: int) -> None:
-    """Refuse what is not a cache of this model and batch."""
+def check_cache(past_key_values: Cache, mixers: list[nn.Module], config: GMAConfig, batch: int) -> None:
+    """Refuse what is not a cache of a model with these mixers, and of this batch."""
     if not isinstance(past_key_values, Cache):
         raise ValueError(
             f"`past_key_values` must be a transformers `Cache`, such as `DynamicCache(config=model.config)`, got "
             f"{type(past_key_values).__name__}."
         )
     layers = past_key_values.layers
-    if len(layers) != config.num_hidden_layers or not _holds_states_alone(past_key_values):
+    slots = getattr(config, "number_of_conv_states", 1)
+    is_ours = _holds_states_alone(past_key_values) and all(layer.number_of_states == slots for layer in layers)
+    if len(layers) != config.num_hidden_layers or not is_ours:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "a cache made without a config"
         raise ValueError(
             f"`past_key_values` must have {config.num_hidden_layers} layers that hold a state, as "
             f"`DynamicCache(config=model.config)` makes them, got {len(layers)} ({kinds}), as of another model."
         )
-    expected = (batch, config.num_attention_heads, config.num_components, config.value_dim + 1)
-    for index in range(len(layers)):
-        state = cached_state(past_key_values, index)
-        if state is not None and state.shape != expected:
-            raise ValueError(
-                f"`past_key_values` holds a state of shape {tuple(state.shape)} in layer {index}, this model and "
-                f"batch need {expected}: it belongs to another model or another batch."
-            )
+    for index, (layer, mixer) in enumerate(zip(layers, mixers)):
+        if _count_in(layer) is not None:
+            state, expected = mixer.cached_state(layer), mixer.state_shape(batch)
+            shape = None if state is None else tuple(state.shape)
+            if shape != expected:
+                raise ValueError(
+                    f"`past_key_values` holds a state of shape {shape} in layer {index}, this model and batch need "
+                    f"{expected}: it belongs to another model or another batch."
+                )
 
 
 def let_cache_tell_length(past_key_values: Cache) -> None:
@@ -227,9 +250,9 @@ def let_cache_tell_length(past_key_values: Cache) -> None:
 
 
 def _holds_states_alone(past_key_values: Cache) -> bool:
-    return all(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in past_key_values.layers)
+    return all(isinstance(layer, CacheLayer) for layer in past_key_values.layers)
 
 
 def _tokens_seen(layers: list, layer_idx: int = 0) -> int:
-    layer = layers[layer_idx]
-    return int(layer.conv_states[0][0, 0, 0]) if layer.has_previous_state[0] else 0
+    count = _count_in(layers[layer_idx])
+    return 0 if count is None else int(count[0, 0, 0])

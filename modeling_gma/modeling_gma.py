@@ -97,10 +97,12 @@ class GMAMLP(nn.Module):
 class GMALayer(GradientCheckpointingLayer):
     """Pre-norm block: norm, mixer, residual; norm, MLP, residual. Only `mixer` makes it GMA."""
 
+    mixer_class = GMAAttention
+
     def __init__(self, config: GMAConfig, layer_idx: int):
         super().__init__()
         self.mixer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mixer = GMAAttention(config, layer_idx)
+        self.mixer = self.mixer_class(config, layer_idx)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = GMAMLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -161,12 +163,14 @@ class GMAPreTrainedModel(PreTrainedModel):
 class GMAModel(GMAPreTrainedModel):
     """Embeddings, GMA blocks and a final norm, without a head."""
 
+    layer_class = GMALayer
+
     def __init__(self, config: GMAConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = GMAPositions(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.layers = nn.ModuleList([GMALayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config, index) for index in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -220,7 +224,7 @@ class GMAModel(GMAPreTrainedModel):
                 f"{tuple(inputs_embeds.shape)}."
             )
         if past_key_values is not None:
-            check_cache(past_key_values, self.config, inputs_embeds.shape[0])
+            check_cache(past_key_values, [layer.mixer for layer in self.layers], self.config, inputs_embeds.shape[0])
 
         cu_seqlens = self._packed_sequences(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         if use_cache is None:
@@ -244,6 +248,7 @@ class GMAModel(GMAPreTrainedModel):
                 past_key_values=past_key_values,
                 tokens_seen=tokens_seen,
                 cu_seqlens=cu_seqlens,
+                position_ids=position_ids,
                 is_causal=is_causal,
                 output_attentions=output_attentions,
                 output_responsibilities=output_responsibilities,
@@ -372,6 +377,7 @@ def restarts(position_ids: torch.Tensor) -> torch.Tensor:
 class GMAForCausalLM(GMAPreTrainedModel, GenerationMixin):
     """GMA as a causal language model."""
 
+    model_class = GMAModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: GMAConfig):
@@ -380,7 +386,7 @@ class GMAForCausalLM(GMAPreTrainedModel, GenerationMixin):
             raise ValueError(
                 "`GMAForCausalLM` needs `is_causal=True`: a bidirectional model sees the token to predict."
             )
-        self.model = GMAModel(config)
+        self.model = self.model_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -450,6 +456,7 @@ class GMAForCausalLM(GMAPreTrainedModel, GenerationMixin):
 class GMAForMaskedLM(GMAPreTrainedModel):
     """GMA as a masked language model, for bidirectional pretraining."""
 
+    model_class = GMAModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: GMAConfig):
@@ -458,7 +465,7 @@ class GMAForMaskedLM(GMAPreTrainedModel):
             logger.warning_once(
                 "`GMAForMaskedLM` with `is_causal=True` predicts masked tokens from the left only; set it to False."
             )
-        self.model = GMAModel(config)
+        self.model = self.model_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -501,13 +508,15 @@ class GMAForMaskedLM(GMAPreTrainedModel):
 class GMAForSequenceClassification(GMAPreTrainedModel):
     """GMA with one linear classifier on the mean of the tokens or on the last one (`config.classifier_pooling`)."""
 
+    model_class = GMAModel
+
     # The loss is a mean over rows; `Trainer` has to do the averaging over accumulated batches.
     accepts_loss_kwargs = False
 
     def __init__(self, config: GMAConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.model = GMAModel(config)
+        self.model = self.model_class(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -575,13 +584,15 @@ class GMAForSequenceClassification(GMAPreTrainedModel):
 class GMAForTokenClassification(GMAPreTrainedModel):
     """GMA with one linear classifier on every token."""
 
+    model_class = GMAModel
+
     # The loss is a mean over tokens; `Trainer` has to do the averaging over accumulated batches.
     accepts_loss_kwargs = False
 
     def __init__(self, config: GMAConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.model = GMAModel(config)
+        self.model = self.model_class(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
