@@ -12,16 +12,27 @@ from .mixer import ProjectedMixer
 
 
 class EluMap:
-    """From x to elu(x) + 1."""
+    """From x to elu(x) + 1. The methods are those that `linear_attention` asks of a feature map."""
 
     @staticmethod
-    def forward(x):
-        return F.elu(x).add_(1.0)
+    def prepare():
+        return ()
 
     @staticmethod
-    def backward(x, features, gradient):
+    def features(x):
+        return F.elu(x) + 1.0
+
+    @staticmethod
+    def fill(features, x, scratch):
+        features = features[:, :, : x.shape[2]]
+        torch._C._nn.elu(x.to(features.dtype), out=features)
+        features += 1.0
+
+    @staticmethod
+    def backward(features, gradient, scratch, by_x):
         # Below zero the derivative is exp(x), which the feature is; above, it is one.
-        return gradient * features.clamp(max=1.0), ()
+        length = by_x.shape[2]
+        torch.mul(gradient[:, :, :length], features[:, :, :length].clamp(max=1.0), out=by_x)
 
 
 class LinearAttention(ProjectedMixer):

@@ -32,18 +32,34 @@ class SoftmaxKernelMap:
     """
 
     @staticmethod
-    def forward(x, projection):
-        exponents = x @ projection.transpose(-1, -2)
-        exponents -= x.square().sum(-1, keepdim=True) * (0.5 * x.shape[-1] ** -0.5) - SHIFT
-        return exponents.clamp_(max=LARGEST_EXPONENT).exp_()
+    def prepare(projection):
+        return (projection,)
 
     @staticmethod
-    def backward(x, features, gradient, projection):
-        by_exponents = gradient * features
-        by_exponents.masked_fill_(features > LARGEST_FEATURE, 0.0)
-        by_x = by_exponents @ projection
-        by_x -= x * (by_exponents.sum(-1, keepdim=True) * x.shape[-1] ** -0.5)
-        return by_x, (torch.zeros_like(projection),)
+    def features(x, projection):
+        exponents = x @ projection.mT - SoftmaxKernelMap._offset(x)
+        return exponents.clamp(max=LARGEST_EXPONENT).exp()
+
+    @staticmethod
+    def fill(features, x, scratch, projection):
+        inputs = scratch("inputs", *features.shape[:3], x.shape[-1])
+        inputs[:, :, : x.shape[2]].copy_(x)
+        inputs[:, :, x.shape[2] :] = 0.0
+        torch.bmm(inputs.flatten(1, 2), projection.mT, out=features.flatten(1, 2))
+        features.sub_(SoftmaxKernelMap._offset(inputs)).clamp_(max=LARGEST_EXPONENT).exp_()
+
+    @staticmethod
+    def backward(features, gradient, scratch, by_x, by_projection, projection):
+        length, dim = by_x.shape[2:]
+        inputs = scratch("inputs", *features.shape[:3], dim)
+        by_exponents = gradient.mul_(features).masked_fill_(features > LARGEST_FEATURE, 0.0)
+        by_inputs = torch.bmm(by_exponents.flatten(1, 2), projection).view_as(inputs)
+        by_inputs.addcmul_(inputs, by_exponents.sum(-1, keepdim=True), value=-(dim**-0.5))
+        by_x.copy_(by_inputs[:, :, :length])
+
+    @staticmethod
+    def _offset(x):
+        return x.square().sum(-1, keepdim=True) * (0.5 * x.shape[-1] ** -0.5) - SHIFT
 
 
 class PerformerAttention(LinearAttention):

@@ -604,15 +604,27 @@ def test_gradients_of_feature_maps(feature_map, dtype):
         # One feature far beyond where exponents end.
         projection[0, 0], x[0, 0, 0] = 10.0, 10.0
     x.requires_grad_()
-    parameters = () if feature_map is EluMap else (projection,)
-    features = feature_map.forward(x, *parameters)
-    assert features.isfinite().all() and (features >= 0).all()
-    gradient = torch.randn_like(features)
-    (expected,) = torch.autograd.grad(features, x, gradient)
+    prepared = feature_map.prepare(*(() if feature_map is EluMap else (projection,)))
+    expected = feature_map.features(x, *prepared)
+    assert expected.isfinite().all() and (expected >= 0).all()
+    gradient = torch.randn_like(expected)
+    (expected_by_x,) = torch.autograd.grad(expected, x, gradient)
+
+    memory = {}
+
+    def scratch(name, *shape):
+        return memory.setdefault(name, torch.full(shape, math.nan, dtype=dtype)).view(shape)
+
+    # A tile has heads first, and room for three more tokens.
+    features, by_x = torch.zeros(3, 2, 10, expected.shape[-1], dtype=dtype), torch.full_like(x, math.nan)
+    padded = torch.nn.functional.pad(gradient.transpose(0, 1), (0, 0, 0, 3))
     with torch.no_grad():
-        got, by_parameters = feature_map.backward(x, features, gradient, *parameters)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
-    assert len(by_parameters) == len(parameters)
+        feature_map.fill(features, x.transpose(0, 1), scratch, *prepared)
+        torch.testing.assert_close(features[:, :, :7].transpose(0, 1), expected, rtol=1e-4, atol=1e-6)
+        feature_map.backward(
+            features, padded, scratch, by_x.transpose(0, 1), *(torch.zeros_like(p) for p in prepared), *prepared
+        )
+    torch.testing.assert_close(by_x, expected_by_x, rtol=1e-4, atol=1e-6 * expected_by_x.abs().max().item())
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
