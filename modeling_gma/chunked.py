@@ -310,7 +310,9 @@ class _InChunks(torch.autograd.Function):
                 inner, carries = tile.crossings(ctx.chunk, ctx.is_causal, log_decay, sequence, leaving)
 
                 affinities = work.matmul("affinities", read, write.mT).mul_(inner)
-                by_values = work.matmul("by values", affinities.mT, by_total)
+                # The gradient of the mass that tokens bring is of use to decays alone.
+                columns = slice(-1 if log_decay is None else None)
+                by_values = work.matmul("by values", affinities.mT, by_total[..., columns])
                 by_affinities = work.matmul("affinities", by_total, values.mT).mul_(inner)
                 by_read = work.matmul("by read", by_affinities, write)
                 by_write = work.matmul("by write", by_affinities.mT, read)
@@ -322,7 +324,7 @@ class _InChunks(torch.autograd.Function):
                     by_states = work.matmul("states", by_entering.mT, read)
                     by_first, by_written = carry.back(work, by_states, by_leaving)
                     work.add_matmul(by_write, _scaled(values, carry.leave), by_written)
-                    work.add_matmul(by_values, write, by_written.mT, carry.leave)
+                    work.add_matmul(by_values, write, by_written[..., columns, :].mT, carry.leave)
                     if carry.is_forward:
                         by_state[tile.groups] = by_first
 
@@ -334,7 +336,7 @@ class _InChunks(torch.autograd.Function):
                     by_sum -= tile.unchunk(by_values.mul(values)).sum(-1)
                     by_sum[..., -1] += (by_leaving * leaving[tile.groups]).sum((-1, -2))
                     tile.put(by_decay, by_sum.flip(-1).cumsum(-1).flip(-1))
-                tile.put(by_value, tile.unchunk(by_values)[..., :-1])
+                tile.put(by_value, tile.unchunk(by_values)[..., : value.shape[-1]])
                 work.back("query", tile, read.flatten(2, 3), by_read.flatten(2, 3), by_query)
                 work.back("key", tile, write.flatten(2, 3), by_write.flatten(2, 3), by_key)
             leaving = entering[number]

@@ -34,9 +34,10 @@ from pathlib import Path
 
 if __name__ == "__main__" and sys.platform == "linux" and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
     # Like a GPU's allocator, keep memory that was freed: otherwise every step gets part of it anew from the system,
-    # page by page, and which mixers pay for that is chance.
+    # page by page, and which mixers pay for that is chance. And let threads spin for the little while between two
+    # operations: sleeping ones take longer to wake up than many an operation takes.
     settings = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 40)}
-    os.execve(sys.executable, sys.orig_argv, {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **settings})
+    os.execve(sys.executable, sys.orig_argv, {"OMP_WAIT_POLICY": "ACTIVE", **os.environ, **settings})
 
 import torch
 from matrix_products import Stopwatch, block_products, time_call
@@ -112,12 +113,12 @@ class Arguments:
         default_factory=lambda: ["sdpa", "linear", "mamba", "gma:128", "gma:128:forget"],
         metadata={"help": "Mixers to decode with."},
     )
-    repetitions: int = field(default=7, metadata={"help": "Times that each mixer is measured, at most."})
+    repetitions: int = field(default=5, metadata={"help": "Times that each mixer is measured, at most."})
     seconds: float = field(
-        default=25.0, metadata={"help": "Seconds for all repetitions of one mixer at one length; two are always done."}
+        default=15.0, metadata={"help": "Seconds for all repetitions of one mixer at one length; two are always done."}
     )
     longest_step: float = field(
-        default=60.0, metadata={"help": "A step expected to take more seconds than this is left out."}
+        default=40.0, metadata={"help": "A step expected to take more seconds than this is left out."}
     )
     checkpoint: str | None = field(
         default=None,
