@@ -30,7 +30,8 @@ FAINTEST = 4e-18
 # A decay below this is forgetting everything; finite, so that differences of its sums stay numbers.
 LOG_DECAY_MIN = -30.0
 
-# Tokens to a stretch, and numbers in a tile of responsibilities for each thread.
+# Tokens to a stretch, and numbers in a tile of responsibilities for each thread. On two cores 512 to 2048 tokens and
+# 2^18 to 2^20 numbers come out within 7 % of each other, and 2^16 numbers 30 % slower.
 STRETCH = 1024
 TILE = 1 << 19
 
@@ -223,7 +224,7 @@ class _AtOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, output_gradient, state_gradient):
         query, key, value, key_mask, state, output, normaliser, *parameters = ctx.saved_tensors
-        work = _Work(ctx.feature_map, parameters, state)
+        work = _Work(ctx.feature_map, parameters, state, is_backward=True)
         by_query, by_key, by_value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
         by_state = _inside(state_gradient)
         for tile in _tiles(query, state):
@@ -297,7 +298,7 @@ class _InChunks(torch.autograd.Function):
         query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, leaving, *parameters = (
             ctx.saved_tensors
         )
-        work = _Work(ctx.feature_map, parameters, leaving)
+        work = _Work(ctx.feature_map, parameters, leaving, is_backward=True)
         by_query, by_key, by_value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
         by_decay = None if log_decay is None else torch.empty_like(log_decay)
         by_state = _inside(state_gradient)
@@ -347,10 +348,10 @@ class _InChunks(torch.autograd.Function):
 class _Work:
     """What the tiles of one pass share: the feature map with its gradients, and memory to work in."""
 
-    def __init__(self, feature_map, parameters, state):
+    def __init__(self, feature_map, parameters, state, is_backward=False):
         self.feature_map, self.parameters, self.like = feature_map, parameters, state
         self.prepared = feature_map.prepare(*parameters)
-        self.by_prepared = None
+        self.by_prepared = [torch.zeros_like(x) for x in self.prepared] if is_backward else None
         self.memory = {}
 
     def scratch(self, name, *shape):
@@ -392,8 +393,6 @@ class _Work:
 
     def back(self, name, tile, features, gradient, target):
         """From the gradient of features to those of `target` and of what the feature map was prepared with."""
-        if self.by_prepared is None:
-            self.by_prepared = [torch.zeros_like(x) for x in self.prepared]
         target = tile.of(target)
         by_x = target if target.dtype == gradient.dtype else self.scratch("by x", *target.shape)
         prepared, by_prepared = tile.of_heads(self.prepared), tile.of_heads(self.by_prepared)
@@ -422,7 +421,9 @@ class _Work:
 
     def total_gradient(self, tile, output_gradient, output, normaliser, chunk=None):
         """Gradient of numerator and normaliser, (h, b, n, d_v + 1), or in whole chunks."""
-        gradient, output, below = tile.of(output_gradient), tile.of(output), tile.of(normaliser).unsqueeze(-1)
+        # Narrow ones are widened first: `out` alone would take a product that was rounded already.
+        gradient, output = (tile.of(x).to(normaliser.dtype) for x in (output_gradient, output))
+        below = tile.of(normaliser).unsqueeze(-1)
         length, dim = gradient.shape[2:]
         whole = self.scratch("by total", *gradient.shape[:2], _whole(length, chunk), dim + 1)
         whole[:, :, length:] = 0.0

@@ -579,6 +579,8 @@ def run(arguments: Arguments) -> dict:
     settings = asdict(arguments)
     for name in ("output_dir", "overwrite"):
         settings.pop(name)
+    # Its name says which one it was; where it lies is nobody's business.
+    settings["checkpoint"] = settings["checkpoint"] and Path(settings["checkpoint"]).name
     results = load_results(path, settings, arguments.overwrite)
     results["environment"] = results["environment"] or environment(arguments.device)
     blocks, before = results["blocks"], {}

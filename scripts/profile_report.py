@@ -1,8 +1,13 @@
-"""Tables and plots of what `profile_mixers.py` measured."""
+"""Tables and plots of what `profile_mixers.py` measured.
+
+python scripts/profile_report.py profile_output     # writes them again, and prints the short table of the README
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from pathlib import Path
 
 
@@ -52,6 +57,24 @@ def report_lines(results: dict) -> list[str]:
     if results["decoding"]:
         lines += decoding_lines(results["decoding"])
     return lines
+
+
+def summary_lines(results: dict) -> list[str]:
+    """The short table: GMA with 128 components beside its opponents, in tokens/s forward and backward."""
+    rows = results["blocks"]
+    speeds = {(row["direction"], row["system"], row["length"]): _throughput(row) for row in rows if _throughput(row)}
+    lengths = sorted({row["length"] for row in rows})
+    body = []
+    for direction in dict.fromkeys(row["direction"] for row in rows):
+        for opponent in OPPONENTS:
+            cells = [_ratio(speeds, (direction, "gma:128", n), (direction, opponent, n)) for n in lengths]
+            if any(cells):
+                body.append([f"{direction}, over {opponent}", *cells])
+    return table(["GMA, K=128", *(f"N={n}" for n in lengths)], body)
+
+
+def _ratio(speeds: dict, place, opponent) -> str:
+    return f"{speeds[place] / speeds[opponent]:.2f}x" if place in speeds and opponent in speeds else ""
 
 
 def trouble(row: dict) -> str | None:
@@ -111,8 +134,7 @@ def ratio_lines(rows: list[dict], direction: str) -> list[str]:
     pairs += [("sdpa:bfloat16", "sdpa")]
     body = []
     for system, opponent in pairs:
-        places = [((system, n), (opponent, n)) for n in lengths]
-        cells = [f"{speeds[a] / speeds[b]:.2f}x" if a in speeds and b in speeds else "" for a, b in places]
+        cells = [_ratio(speeds, (system, n), (opponent, n)) for n in lengths]
         if any(cells):
             body.append([f"{label(system)} over {label(opponent)}", *cells])
     if not body:
@@ -195,3 +217,16 @@ def plot(rows: list[dict], path: Path, value, title: str) -> None:
 def _is_in_plots(system: str) -> bool:
     """Variants that lie on top of their plain line are left to the tables."""
     return not any(part.startswith(("variance", "floor", "bfloat16", "trained")) for part in system.split(":")[1:])
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "results.json").is_file():
+        sys.exit("usage: python scripts/profile_report.py FOLDER, where profile_mixers.py wrote results.json")
+    folder = Path(sys.argv[1])
+    results = json.loads((folder / "results.json").read_text())
+    write_report(results, folder)
+    print("\n".join(summary_lines(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -354,3 +354,29 @@ def test_what_is_not_a_number_stays_visible(name, bad):
     if name != "query":
         assert not output[0, 0, 12:].isfinite().any()
         assert not state[0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bfloat16_is_rounded_at_the_ends_alone(is_causal):
+    """Outputs and gradients are what float64 makes of the same inputs, to about one part in 2^8."""
+    inputs = make_inputs(n_q=40, components=8, d_r=8, d_v=8, decay=is_causal)
+    narrow = {name: None if x is None else x.detach().float() for name, x in inputs.items()}
+    for name in ("query", "key", "value"):
+        narrow[name] = narrow[name].bfloat16()
+    exact = {name: None if x is None else x.double() for name, x in narrow.items()}
+    actual = run(chunked.attention, narrow, is_causal=is_causal, chunk_size=16)
+    expected = run(reference.attention, exact, is_causal=is_causal)
+    assert actual["output"].dtype == actual["query"].dtype == torch.bfloat16
+    for name, value in expected.items():
+        error = (actual[name].double() - value).norm() / value.norm()
+        # Inputs are the same, but outputs, their gradients and what becomes of these are rounded once each.
+        assert error < 2 * 2**-8, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_tokens(is_causal):
+    inputs = make_inputs(n_q=0, state=True)
+    result = run(chunked.attention, inputs, is_causal=is_causal, chunk_size=8)
+    assert result["output"].shape == (2, 2, 0, 4)
+    assert torch.equal(result["state"], inputs["initial_state"])
+    assert (result["means"] == 0).all()
