@@ -358,7 +358,8 @@ def test_what_is_not_a_number_stays_visible(name, bad):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bfloat16_is_rounded_at_the_ends_alone(is_causal):
-    """Outputs and gradients are what float64 makes of the same inputs, to about one part in 2^8."""
+    """Outputs and gradients are what float64 makes of the same inputs, to about one part in 2^7, and decays to one in 2^6: they
+    are sums over tokens that nearly cancel."""
     inputs = make_inputs(n_q=40, components=8, d_r=8, d_v=8, decay=is_causal)
     narrow = {name: None if x is None else x.detach().float() for name, x in inputs.items()}
     for name in ("query", "key", "value"):
@@ -370,7 +371,7 @@ def test_bfloat16_is_rounded_at_the_ends_alone(is_causal):
     for name, value in expected.items():
         error = (actual[name].double() - value).norm() / value.norm()
         # Inputs are the same, but outputs, their gradients and what becomes of these are rounded once each.
-        assert error < 2 * 2**-8, f"{name}: {error}"
+        assert error < (4 if name == "log_decay" else 2) * 2**-8, f"{name}: {error}"
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
