@@ -30,10 +30,11 @@ FAINTEST = 4e-18
 # A decay below this is forgetting everything; finite, so that differences of its sums stay numbers.
 LOG_DECAY_MIN = -30.0
 
-# Tokens to a stretch, and numbers in a tile of responsibilities for each thread. On two cores 512 to 2048 tokens and
-# 2^18 to 2^20 numbers come out within 7 % of each other, and 2^16 numbers 30 % slower.
-STRETCH = 1024
-TILE = 1 << 19
+# Tokens between two states that are kept for backward, at least; and numbers in a tile of responsibilities for each
+# thread. On two cores, tiles from half to four times as large come out within 7 %; much smaller ones are up to 30 %
+# slower.
+STRETCH = 512
+TILE = 1 << 18
 
 
 def responsibilities(x, means, variances, log_priors):
@@ -98,7 +99,7 @@ class MixtureMap:
             by_scores, features.flatten(1, 2), -1, features.dtype, grad_input=by_scores
         )
         by_weights.baddbmm_(inputs.flatten(1, 2).mT, by_scores)
-        by_inputs = scratch("gradients", *features.shape[:3], 2 * dim)
+        by_inputs = scratch("by inputs", *features.shape[:3], 2 * dim)
         torch.bmm(by_scores, weights[:, :-1].mT, out=by_inputs.flatten(1, 2))
         inputs, by_inputs = inputs[:, :, :length], by_inputs[:, :, :length]
         torch.addcmul(by_inputs[..., :dim], inputs[..., :dim], by_inputs[..., dim:], value=2.0, out=by_x)
@@ -132,7 +133,8 @@ def linear_attention(
         prepare(*parameters): tensors indexed by head, computed once for all tokens. Differentiable.
         features(x, *prepared): (B, H, N, d) -> (B, H, N, num_features). Differentiable.
         fill(features, x, scratch, *prepared): the same for a tile, x (h, b, n, d), into the first n rows of features
-            (h, b, >= n, num_features). `scratch(name, *shape)` is memory that `backward` finds again.
+            (h, b, >= n, num_features). `scratch("inputs", *shape)` is memory that `backward` finds again, and that of
+            another name is for the moment.
         backward(features, gradient, scratch, by_x, *by_prepared, *prepared): from the gradient of features, which it
             may overwrite, write that of x and add those of what `prepare` gave.
 
@@ -207,14 +209,14 @@ class _AtOnce(torch.autograd.Function):
         state = _inside(initial_state)
         work = _Work(feature_map, parameters, state)
         for tile in _tiles(key, state):
-            write = work.features("key", tile, key, key_mask=key_mask)
+            write = work.features("features", tile, key, key_mask=key_mask)
             written = state[tile.groups]
             written[..., :-1, :] += _matmul(tile.of(value).to(state.dtype).mT, write)
             written[..., -1, :] += write.sum(-2)
         output = _empty_like_heads(value, query.shape[2])
         normaliser = state.new_empty(query.shape[:3])
         for tile in _tiles(query, state):
-            read = work.features("query", tile, query)
+            read = work.features("features", tile, query)
             tile.normalise(work.matmul("total", read, state[tile.groups].mT), eps, output, normaliser)
         ctx.feature_map = feature_map
         ctx.save_for_backward(query, key, value, key_mask, state, output, normaliser, *parameters)
@@ -228,17 +230,17 @@ class _AtOnce(torch.autograd.Function):
         by_query, by_key, by_value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
         by_state = _inside(state_gradient)
         for tile in _tiles(query, state):
-            read = work.features("query", tile, query)
+            read = work.features("features", tile, query)
             by_total = work.total_gradient(tile, output_gradient, output, normaliser)
             by_state[tile.groups] += _matmul(by_total.mT, read)
             by_read = work.matmul("gradient", by_total, state[tile.groups])
-            work.back("query", tile, read, by_read, by_query)
+            work.back("features", tile, read, by_read, by_query)
         for tile in _tiles(key, state):
-            write = work.features("key", tile, key, key_mask=key_mask)
+            write = work.features("features", tile, key, key_mask=key_mask)
             by_memory, by_mass = by_state[tile.groups].tensor_split([-1], dim=-2)
             tile.put(by_value, work.matmul("by values", write, by_memory.mT))
             by_write = work.matmul("gradient", tile.of(value).to(state.dtype), by_memory, by_mass)
-            work.back("key", tile, write, by_write, by_key)
+            work.back("features", tile, write, by_write, by_key)
         return None, by_query, by_key, by_value, _outside(by_state), None, None, *work.parameter_gradients()
 
 
@@ -263,7 +265,7 @@ class _InChunks(torch.autograd.Function):
     ):
         length = value.shape[2]
         chunk = max(min(chunk, length), 1)
-        stretches = _stretches(length, chunk, whole=not is_causal)
+        stretches = _stretches(length, chunk, initial_state.shape[2], whole=not is_causal)
         sequence = None if cu_seqlens is None else sequence_of_token(cu_seqlens, length)
         output = _empty_like_heads(value, length)
         normaliser = initial_state.new_empty(query.shape[:3])
@@ -287,8 +289,9 @@ class _InChunks(torch.autograd.Function):
                 tile.normalise(tile.unchunk(total), eps, output, normaliser)
         ctx.feature_map, ctx.is_causal, ctx.eps = feature_map, is_causal, eps
         ctx.stretches, ctx.chunk = stretches, chunk
+        last = None if log_decay is None else state
         ctx.save_for_backward(
-            query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, state, *parameters
+            query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, last, *parameters
         )
         return output, _outside(state)
 
@@ -298,17 +301,17 @@ class _InChunks(torch.autograd.Function):
         query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, leaving, *parameters = (
             ctx.saved_tensors
         )
-        work = _Work(ctx.feature_map, parameters, leaving, is_backward=True)
+        work = _Work(ctx.feature_map, parameters, entering, is_backward=True)
         by_query, by_key, by_value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
         by_decay = None if log_decay is None else torch.empty_like(log_decay)
         by_state = _inside(state_gradient)
         for number, stretch in reversed(list(enumerate(ctx.stretches))):
-            for tile in _tiles(query, leaving, stretch):
+            for tile in _tiles(query, entering, stretch):
                 read = work.features("query", tile, query, ctx.chunk)
                 write = work.features("key", tile, key, ctx.chunk, key_mask)
                 values = work.values(tile, value, ctx.chunk)
                 by_total = work.total_gradient(tile, output_gradient, output, normaliser, ctx.chunk)
-                inner, carries = tile.crossings(ctx.chunk, ctx.is_causal, log_decay, sequence, leaving)
+                inner, carries = tile.crossings(ctx.chunk, ctx.is_causal, log_decay, sequence, entering)
 
                 affinities = work.matmul("affinities", read, write.mT).mul_(inner)
                 # The gradient of the mass that tokens bring is of use to decays alone.
@@ -329,15 +332,14 @@ class _InChunks(torch.autograd.Function):
                     if carry.is_forward:
                         by_state[tile.groups] = by_first
 
+                tile.put(by_value, tile.unchunk(by_values)[..., : value.shape[-1]])
                 if log_decay is not None:
                     # The sum of decays up to a token scales its read up and its write down. The normaliser cancels the
                     # first but for eps. The state that leaves has all the sums in it.
-                    by_sum = (tile.of(output_gradient).to(leaving.dtype) * tile.of(output)).sum(-1)
-                    by_sum *= ctx.eps / tile.of(normaliser)
-                    by_sum -= tile.unchunk(by_values.mul(values)).sum(-1)
+                    by_sum = by_total[..., -1] * -ctx.eps
+                    by_sum = tile.unchunk(by_sum - by_values.mul_(values).sum(-1))
                     by_sum[..., -1] += (by_leaving * leaving[tile.groups]).sum((-1, -2))
                     tile.put(by_decay, by_sum.flip(-1).cumsum(-1).flip(-1))
-                tile.put(by_value, tile.unchunk(by_values)[..., : value.shape[-1]])
                 work.back("query", tile, read.flatten(2, 3), by_read.flatten(2, 3), by_query)
                 work.back("key", tile, write.flatten(2, 3), by_write.flatten(2, 3), by_key)
             leaving = entering[number]
@@ -401,7 +403,7 @@ class _Work:
             target.copy_(by_x)
 
     def _scratch_of(self, name):
-        return lambda part, *shape: self.scratch(f"{name} {part}", *shape)
+        return lambda part, *shape: self.scratch(f"{name} inputs" if part == "inputs" else part, *shape)
 
     def parameter_gradients(self):
         with torch.enable_grad():
@@ -570,20 +572,26 @@ def _crossings(length, chunk, is_causal, log_decay, sequence, before, like):
     return inner, [forward, *carries]
 
 
-def _stretches(length, chunk, whole):
-    """Slices of the tokens, whole chunks to each, that are worked on together."""
-    if whole:
-        return [slice(0, length)]
-    step = max(STRETCH // chunk, 1) * chunk
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+def _stretches(length, chunk, num_features, whole):
+    """Slices of the tokens, whole chunks to each, with a state kept for each.
+
+    They are so long that all states are small beside the inputs, however many features there are.
+    """
+    step = length if whole else max(STRETCH, 2 * num_features) // chunk * chunk
+    return [slice(start, min(start + step, length)) for start in range(0, length, max(step, chunk))]
 
 
 def _tiles(x, state, stretch=None):
     """Tiles of x (B, H, N, ..) over a stretch of tokens, or over all."""
     batch, heads, length = x.shape[:3]
     size = TILE * torch.get_num_threads() if x.device.type == "cpu" else TILE << 10
-    stretches = _stretches(length, 1, whole=False) if stretch is None else [stretch]
-    one_head = max(min(length, STRETCH) if stretch is None else stretch.stop - stretch.start, 1) * state.shape[-1]
+    if stretch is None:
+        step = 4 * STRETCH
+        stretches = [slice(start, min(start + step, length)) for start in range(0, length, step)]
+    else:
+        # In chunks, twice as many things of that size are around at a time.
+        size, step, stretches = size // 2, stretch.stop - stretch.start, [stretch]
+    one_head = max(min(step, length), 1) * state.shape[-1]
     head_step = min(heads, max(1, size // one_head))
     row_step = max(1, size // (one_head * heads)) if head_step == heads else 1
     for row in range(0, batch, row_step):

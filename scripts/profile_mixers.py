@@ -82,7 +82,7 @@ class Arguments:
     preset: str | None = field(
         default=None,
         metadata={
-            "help": "What the flags below are by default: cpu (about 45 minutes on two cores) or paper (Table 1: "
+            "help": "What the flags below are by default: cpu (about half an hour on two cores) or paper (Table 1: "
             "batch 8, N = 1000/2000/4000, bfloat16). By default paper on a GPU and cpu elsewhere.",
             "choices": list(PRESETS),
         },
@@ -115,10 +115,10 @@ class Arguments:
     )
     repetitions: int = field(default=5, metadata={"help": "Times that each mixer is measured, at most."})
     seconds: float = field(
-        default=15.0, metadata={"help": "Seconds for all repetitions of one mixer at one length; two are always done."}
+        default=10.0, metadata={"help": "Seconds for all repetitions of one mixer at one length; two are always done."}
     )
     longest_step: float = field(
-        default=40.0, metadata={"help": "A step expected to take more seconds than this is left out."}
+        default=30.0, metadata={"help": "A step expected to take more seconds than this is left out."}
     )
     checkpoint: str | None = field(
         default=None,
