@@ -14,6 +14,7 @@ as one dimension, and a batch of h * b matrices for the states, both without a c
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -190,7 +191,7 @@ def _in_one_piece(
         total = read @ state
     else:
         sequence = None if cu_seqlens is None else sequence_of_token(cu_seqlens, length)
-        inner, carries = _crossings(length, chunk, is_causal, log_decay, sequence, sequence, state)
+        inner, carries = _crossings(length, chunk, is_causal, log_decay, sequence, sequence, state, at_once=True)
         read, write, values = (_chunks(x, chunk) for x in (read, write, values))
         total = (read @ write.transpose(-1, -2) * inner) @ values
         for carry in carries:
@@ -199,6 +200,23 @@ def _in_one_piece(
             state = last if carry.is_forward else state
         total = total.flatten(2, 3)[:, :, :length]
     return (total[..., :-1] / (total[..., -1:] + eps)).to(value.dtype), state
+
+
+def full_precision(device: torch.device):
+    """Autocast off, where it is on."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _in_full_precision(backward):
+    """Forward runs with autocast off; backward may be called where it is on."""
+
+    def wrapped(ctx, *gradients):
+        with full_precision(gradients[0].device):
+            return backward(ctx, *gradients)
+
+    return wrapped
 
 
 class _AtOnce(torch.autograd.Function):
@@ -224,6 +242,7 @@ class _AtOnce(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_in_full_precision
     def backward(ctx, output_gradient, state_gradient):
         query, key, value, key_mask, state, output, normaliser, *parameters = ctx.saved_tensors
         work = _Work(ctx.feature_map, parameters, state, is_backward=True)
@@ -297,6 +316,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_in_full_precision
     def backward(ctx, output_gradient, state_gradient):
         query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, leaving, *parameters = (
             ctx.saved_tensors
@@ -476,27 +496,32 @@ class _Tile(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """How states cross chunks. None is one."""
+    """How states cross chunks, from the first to the last or, with `is_forward` False, the other way. None is one."""
 
-    # (.., T + 1, T + 1): states entering each chunk, and the last one, of the first state and the writes. None: sums.
-    crossing: torch.Tensor | None = None
+    across: torch.Tensor | None = (
+        None  # (.., T): what each chunk leaves of the state before it, in the order of crossing
+    )
     enter: torch.Tensor | None = None  # (.., T, C, 1): what each token sees of the state that enters its chunk
     leave: torch.Tensor | None = None  # (.., T, C, 1): what is left of each token's write where its chunk ends
     is_forward: bool = True
+    # (.., T + 1, T + 1), for `states_at_once`: states entering each chunk, and the last, of the first and the writes
+    crossing: torch.Tensor | None = None
 
     def states(self, work, first, write, values):
-        """States (h, b, T, d_v + 1, K) that enter each chunk, and the one that leaves the last."""
+        """States (h, b, T, d_v + 1, K) that enter each chunk, and the one that leaves the last.
+
+        One chunk after another: in a matrix product, a NaN would reach chunks before it.
+        """
         written = work.matmul("written", _scaled(values, self.leave).mT, write)
-        if not self.is_forward:
-            return self.states_at_once(first, written)
-        # One chunk after another: in a matrix product, a NaN would reach chunks before it.
-        states, across = work.scratch("states", *written.shape), self._across()
-        states[:, :, 0] = first
-        for i in range(1, states.shape[2]):
-            _add_scaled(written[:, :, i - 1], states[:, :, i - 1], across, i - 1, states[:, :, i])
-        return states, _add_scaled(written[:, :, -1], states[:, :, -1], across, -1)
+        states, order = work.scratch("states", *written.shape), self._order(written)
+        states[:, :, order[0]] = first if self.is_forward else 0.0
+        for i in range(1, len(order)):
+            before = order[i - 1]
+            self._add(written[:, :, before], states[:, :, before], i - 1, states[:, :, order[i]])
+        return states, self._add(written[:, :, order[-1]], states[:, :, order[-1]], -1)
 
     def states_at_once(self, first, written):
+        """The same by PyTorch's own operations."""
         before = torch.cat([first.unsqueeze(2), written], dim=2)
         if self.crossing is None:
             states = before.cumsum(dim=2)
@@ -506,29 +531,25 @@ class _Carry(NamedTuple):
 
     def back(self, work, by_states, by_last):
         """Gradients of the first state and of what was written, from those of the states."""
-        if not self.is_forward:
-            gradient = torch.cat([by_states, torch.zeros_like(by_last).unsqueeze(2)], dim=2)
-            before = (self.crossing.mT @ gradient.flatten(3)).view_as(gradient)
-            return before[:, :, 0], before[:, :, 1:]
-        by_written, across = work.scratch("written", *by_states.shape), self._across()
-        by_written[:, :, -1] = by_last
-        for i in range(by_states.shape[2] - 1, 0, -1):
-            _add_scaled(by_states[:, :, i], by_written[:, :, i], across, i, by_written[:, :, i - 1])
-        return _add_scaled(by_states[:, :, 0], by_written[:, :, 0], across, 0), by_written
+        by_written, order = work.scratch("written", *by_states.shape), self._order(by_states)
+        by_written[:, :, order[-1]] = by_last if self.is_forward else 0.0
+        for i in range(len(order) - 1, 0, -1):
+            here = order[i]
+            self._add(by_states[:, :, here], by_written[:, :, here], i, by_written[:, :, order[i - 1]])
+        return self._add(by_states[:, :, order[0]], by_written[:, :, order[0]], 0), by_written
 
-    def _across(self):
-        """What is left of a state after each chunk, (.., T, 1, 1)."""
-        return None if self.crossing is None else self.crossing.diagonal(-1, -2, -1)[..., None, None]
+    def _order(self, states):
+        chunks = range(states.shape[2])
+        return chunks if self.is_forward else chunks[::-1]
 
-
-def _add_scaled(x, state, factors, index, out=None):
-    """x + factors[index] * state."""
-    if factors is None:
-        return torch.add(x, state, out=out)
-    return torch.addcmul(x, state, factors[..., index, :, :], out=out)
+    def _add(self, x, state, index, out=None):
+        """x + across[index] * state."""
+        if self.across is None:
+            return torch.add(x, state, out=out)
+        return torch.addcmul(x, state, self.across[..., index, None, None], out=out)
 
 
-def _crossings(length, chunk, is_causal, log_decay, sequence, before, like):
+def _crossings(length, chunk, is_causal, log_decay, sequence, before, like, at_once=False):
     """Factors (.., C, C) on affinities inside a chunk, and the carries between chunks.
 
     log_decay: (B, H, N) or None. sequence: (N,), what `sequence_of_token` says of these tokens, or None; `before`
@@ -541,34 +562,42 @@ def _crossings(length, chunk, is_causal, log_decay, sequence, before, like):
     if is_causal:
         inner = inner.tril()
     forward, carries = _Carry(), []
-    if sequence is not None or log_decay is not None:
-        crossing = torch.ones(count + 1, count + 1, dtype=dtype, device=device).tril()
+    crossing = torch.ones(count + 1, count + 1, dtype=dtype, device=device).tril() if at_once else None
     if sequence is not None:
         # Padding counts to the last sequence, so that its state goes on.
         inside = F.pad(sequence, (0, padding), value=-1)
         inside = torch.where(inside < 0, sequence[-1], inside).view(count, chunk)
         borders = torch.cat([before[:1], inside[:, -1]])
         inner = inner * (inside.unsqueeze(-1) == inside.unsqueeze(-2))
+        across = borders[1:] == borders[:-1]
         enter, leave = inside == borders[:-1, None], inside == borders[1:, None]
-        crossing = crossing * (borders[:, None] == borders)
-        forward = _Carry(crossing, *(x.unsqueeze(-1).to(dtype) for x in (enter, leave)))
+        forward = _Carry(*_factors(dtype, across, enter, leave))
+        if at_once:
+            crossing = crossing * (borders[:, None] == borders)
         if not is_causal:
             # What comes from later chunks: nothing enters the last one, and the row of the last state is empty.
             following = F.pad(inside[1:, 0], (0, 1), value=-1)
+            across = F.pad((following[:-1] == following[1:]).flip(0), (0, 1))
             enter, leave = inside == following[:, None], inside == inside[:, :1]
-            later = torch.ones(count, count, dtype=dtype, device=device).triu(1)
-            later *= following[:, None] == inside[:, 0]
-            crossing = F.pad(later, (1, 0, 0, 1))
-            carries = [_Carry(crossing, *(x.unsqueeze(-1).to(dtype) for x in (enter, leave)), is_forward=False)]
+            backward = _Carry(*_factors(dtype, across, enter, leave), is_forward=False)
+            if at_once:
+                later = torch.ones(count, count, dtype=dtype, device=device).triu(1)
+                later = later * (following[:, None] == inside[:, 0])
+                backward = backward._replace(crossing=F.pad(later, (1, 0, 0, 1)))
+            carries = [backward]
     if log_decay is not None:
         decay = F.pad(log_decay, (0, padding)).unflatten(-1, (count, chunk))
         sums = decay.cumsum(-1)
         last = sums[..., -1:]
         inner = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(inner == 0, -torch.inf).exp_()
-        ends = F.pad(last.squeeze(-1).cumsum(-1), (1, 0))
-        crossing = (ends.unsqueeze(-1) - ends.unsqueeze(-2)).clamp(max=0.0).exp() * crossing
         enter, leave = sums.exp().unsqueeze(-1), (last - sums).exp().unsqueeze(-1)
-        forward = _Carry(crossing, _scaled(enter, forward.enter), _scaled(leave, forward.leave))
+        across = last.squeeze(-1).exp()
+        forward = _Carry(*(_scaled(*pair) for pair in zip((across, enter, leave), forward)))
+        if at_once:
+            ends = F.pad(last.squeeze(-1).cumsum(-1), (1, 0))
+            crossing = (ends.unsqueeze(-1) - ends.unsqueeze(-2)).clamp(max=0.0).exp() * crossing
+    if at_once and (sequence is not None or log_decay is not None):
+        forward = forward._replace(crossing=crossing)
     return inner, [forward, *carries]
 
 
@@ -577,8 +606,8 @@ def _stretches(length, chunk, num_features, whole):
 
     They are so long that all states are small beside the inputs, however many features there are.
     """
-    step = length if whole else max(STRETCH, 2 * num_features) // chunk * chunk
-    return [slice(start, min(start + step, length)) for start in range(0, length, max(step, chunk))]
+    step = length if whole else max(STRETCH, 2 * num_features, chunk) // chunk * chunk
+    return [slice(start, min(start + step, length)) for start in range(0, length, max(step, 1))]
 
 
 def _tiles(x, state, stretch=None):
@@ -639,6 +668,10 @@ def _whole(length, chunk):
 def _chunks(x, size):
     padding = -x.shape[2] % size
     return (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (-1, size))
+
+
+def _factors(dtype, across, enter, leave):
+    return across.to(dtype), enter.unsqueeze(-1).to(dtype), leave.unsqueeze(-1).to(dtype)
 
 
 def _scaled(x, factor):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 
 from .chunked import attention as chunked_attention
-from .chunked import effective_decay, responsibilities, sequence_of_token
+from .chunked import effective_decay, full_precision, responsibilities, sequence_of_token
 from .reference import attention as reference_attention
 
 
@@ -30,7 +29,7 @@ def gaussian_responsibilities(
     """
     _check_routing("x", x, means)
     _check_mixture(means, variances, log_priors)
-    with _full_precision(x):
+    with full_precision(x.device):
         return responsibilities(*_to_common_dtype(x, means, variances, log_priors))
 
 
@@ -99,7 +98,7 @@ def gaussian_mixture_attention(
             raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, a function or None, got {backend!r}.")
         backend = BACKENDS[backend]
     # Queries, keys and values stay as they are, and are widened where they are used: what is kept for backward is not.
-    with _full_precision(query):
+    with full_precision(query.device):
         _, _, _, means, variances, log_priors, log_decay, initial_state = _to_common_dtype(
             query, key, value, means, variances, log_priors, log_decay, initial_state
         )
@@ -138,7 +137,7 @@ def gaussian_mixture_attention_weights(
     to its tokens, which it no longer tells apart.
     """
     _check_attention(query, key, key, means, variances, log_priors, is_causal, key_mask, cu_seqlens, log_decay, None)
-    with _full_precision(query):
+    with full_precision(query.device):
         query, key, means, variances, log_priors, log_decay, initial_state = _to_common_dtype(
             query, key, means, variances, log_priors, log_decay, initial_state
         )
@@ -159,14 +158,6 @@ def gaussian_mixture_attention_weights(
         if key_mask is not None:
             weights = weights.masked_fill(~key_mask[:, None, None], 0.0)
         return weights / (weights.sum(-1, keepdim=True) + carried + eps)
-
-
-def _full_precision(x: torch.Tensor):
-    """Autocast off, where it is on."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
 
 
 def _to_common_dtype(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -20,6 +20,7 @@ Results are written after every length, and a run that was interrupted goes on w
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -239,11 +240,15 @@ class System:
             sharpen(block.mixture_norm, self.variance)
         return block.to(device=device, dtype=DTYPES[self.dtype])
 
-    def memory_needed(self, batch, length, heads) -> int:
-        """Bytes that the largest tensors of a step take, roughly."""
-        if self.mixer != "eager":
-            return 0
-        return 4 * batch * heads * length**2 * DTYPES[self.dtype].itemsize
+    def memory_needed(self, batch, length, hidden_size, heads) -> int:
+        """Bytes that a step takes at its peak, roughly, where that is far more than inputs and outputs."""
+        size = DTYPES[self.dtype].itemsize
+        if self.mixer == "eager":
+            return 6 * size * batch * heads * length**2
+        if self.mixer == "mamba":
+            # The states of all tokens, (B, 2 d, N, 16), some times over.
+            return 10 * size * batch * length * 2 * hidden_size * 16
+        return 0
 
 
 def _is_positive(text: str) -> bool:
@@ -283,14 +288,16 @@ def available_memory(device: torch.device) -> int | None:
 
 def is_out_of_memory(error: Exception) -> bool:
     text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "out of memory" in text or "can't allocate memory" in text
 
 
 def what_went_wrong(error: Exception) -> str:
     if is_out_of_memory(error):
         return "out of memory"
     # A config's error wraps the sentence that says what is wrong.
-    return f"unsupported: {str(error.__cause__ or error).strip().splitlines()[0]}"
+    sentence = str(error.__cause__ or error).strip().splitlines()
+    return f"unsupported: {sentence[0] if sentence else type(error).__name__}"
 
 
 def measure_speed(arguments: Arguments, direction: str, length: int, seconds_before: dict, progress) -> list[dict]:
@@ -306,11 +313,11 @@ def measure_speed(arguments: Arguments, direction: str, length: int, seconds_bef
         row |= {"components": system.components, "dtype": system.dtype, "status": "ok"}
         rows.append(row)
         expected = expected_seconds(seconds_before.get((direction, name)), length, batch, system.grows)
-        needed, available = system.memory_needed(batch, length, heads), available_memory(device)
+        needed, available = system.memory_needed(batch, length, hidden_size, heads), available_memory(device)
         if expected is not None and expected > arguments.longest_step:
             row["status"] = f"left out: a step would take about {expected:.0f} s"
-        elif available is not None and needed > 0.9 * available:
-            row["status"] = f"out of memory: scores would take about {needed / 2**30:.0f} GiB"
+        elif available is not None and needed > 0.8 * available:
+            row["status"] = f"out of memory: a step would take about {needed / 2**30:.0f} GiB"
         else:
             try:
                 torch.manual_seed(arguments.seed)
@@ -357,7 +364,20 @@ def measure_speed(arguments: Arguments, direction: str, length: int, seconds_bef
                 "share_of_limit": limit / min(counted),
             }
         seconds_before[direction, row["system"]] = (row["train"]["best_seconds"], length, batch)
+    running.clear()
+    return_memory(device)
     return rows
+
+
+def return_memory(device: torch.device) -> None:
+    """Give freed memory back to the system, for processes that measure memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def expected_seconds(before, length, batch, power) -> float | None:

@@ -153,6 +153,29 @@ def test_float32_needs_no_slack_on_ordinary_sequences(seed):
     assert_agree(inputs, 16, is_causal=is_causal)
 
 
+@pytest.mark.parametrize("chunk_size", [5, 64, 2000])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_chunks_of_any_size(chunk_size, is_causal):
+    """Longer than a stretch, too, whether packed or not."""
+    inputs = make_inputs(batch=1, heads=1, n_q=1100, components=3, d_r=2, d_v=2, state=True)
+    cu_seqlens = torch.tensor([0, 3, 600, 601, 1100])
+    assert_agree(inputs, chunk_size, is_causal=is_causal, cu_seqlens=cu_seqlens, float32=False)
+    if is_causal:
+        assert_agree(inputs, chunk_size, is_causal=True, float32=False)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_backward_under_autocast_is_not_narrowed(is_causal, packed):
+    inputs = make_inputs(batch=1, n_q=40, decay=is_causal, dtype=torch.float32)
+    options = {"is_causal": is_causal, "cu_seqlens": torch.tensor([0, 9, 40]) if packed else None}
+    expected = run(gaussian_mixture_attention, inputs, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = run(gaussian_mixture_attention, inputs, **options)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("decay", [False, True])
 def test_agrees_with_reference_at_default_chunk(length, decay):

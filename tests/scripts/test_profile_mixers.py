@@ -106,7 +106,7 @@ def test_what_takes_too_long_or_too_much_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(profile_mixers, "available_memory", lambda device: 1000)
     results = tiny_run(tmp_path, mixers=["eager", "linear"], directions=["causal"], longest_step=0.0)
     status = {(row["system"], row["length"]): row["status"] for row in results["blocks"]}
-    assert status["eager", 16].startswith("out of memory: scores would take about")
+    assert status["eager", 16].startswith("out of memory: a step would take about")
     assert status["linear", 16] == "ok" and status["linear", 32].startswith("left out: a step would take about")
 
 
