@@ -26,7 +26,6 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
@@ -45,6 +44,7 @@ from matrix_products import Stopwatch, block_products, time_call
 from profile_report import write_report
 from tqdm.auto import tqdm
 from transformers import DynamicCache, HfArgumentParser
+from transformers.utils.import_utils import is_mambapy_available
 
 from baselines import MIXERS, build_mixer, build_twin
 from configuration_gma import GMAConfig
@@ -88,7 +88,7 @@ class Arguments:
             "choices": list(PRESETS),
         },
     )
-    device: str | None = field(default=None, metadata={"help": "cpu, cuda, ..; by default a GPU where there is one."})
+    device: str | None = field(default=None, metadata={"help": "cpu, cuda or cuda:1, ..; by default a GPU if any."})
     mixers: list[str] | None = field(
         default=None, metadata={"help": "Mixers to measure, such as sdpa linear gma:64 gma:128:forget sdpa:bfloat16."}
     )
@@ -131,6 +131,8 @@ class Arguments:
     def __post_init__(self):
         if self.device is None:
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if not self.device.startswith(("cpu", "cuda")):
+            raise ValueError(f"--device must be cpu or cuda (or cuda:1, ..), got {self.device!r}.")
         if self.preset is None:
             self.preset = "paper" if self.device.startswith("cuda") else "cpu"
         if self.tokens is not None and self.batch_size is not None:
@@ -158,10 +160,13 @@ class Arguments:
             self.mixers = list(self.mixers)
             if not any("trained" in name for name in self.mixers):
                 self.mixers.append("gma:128:trained")
-        for name in [*self.mixers, *self.decoding_mixers]:
-            System.parse(name, self.dtype)
-            if "trained" in name and self.checkpoint is None:
+        for name in self.mixers:
+            if System.parse(name, self.dtype).trained and self.checkpoint is None:
                 raise ValueError(f"--mixers: {name!r} needs --checkpoint.")
+        for name in self.decoding_mixers:
+            system = System.parse(name, self.dtype)
+            if system.variance is not None or system.trained:
+                raise ValueError(f"--decoding_mixers: {name!r} must be without variance, floor and trained.")
 
     def shape(self, direction: str) -> tuple[int, int]:
         hidden_size, heads = SHAPES[direction]
@@ -279,11 +284,7 @@ def step(block, x, train: bool):
 def available_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except OSError:
-        return None
+    return _kilobytes("/proc/meminfo", "MemAvailable")
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -313,12 +314,11 @@ def measure_speed(arguments: Arguments, direction: str, length: int, seconds_bef
         row |= {"components": system.components, "dtype": system.dtype, "status": "ok"}
         rows.append(row)
         expected = expected_seconds(seconds_before.get((direction, name)), length, batch, system.grows)
-        needed, available = system.memory_needed(batch, length, hidden_size, heads), available_memory(device)
         if expected is not None and expected > arguments.longest_step:
             row["status"] = f"left out: a step would take about {expected:.0f} s"
-        elif available is not None and needed > 0.8 * available:
-            row["status"] = f"out of memory: a step would take about {needed / 2**30:.0f} GiB"
         else:
+            refuse_what_is_too_large(arguments, row)
+        if row["status"] == "ok":
             try:
                 torch.manual_seed(arguments.seed)
                 block = system.build(hidden_size, heads, length, is_causal, device, arguments.checkpoint)
@@ -380,6 +380,15 @@ def return_memory(device: torch.device) -> None:
             trim(0)
 
 
+def refuse_what_is_too_large(arguments: Arguments, row: dict) -> None:
+    """Systems end processes that take too much memory, rather than tell them."""
+    system = System.parse(row["system"], arguments.dtype)
+    needed = system.memory_needed(row["batch"], row["length"], *arguments.shape(row["direction"]))
+    available = available_memory(torch.device(arguments.device))
+    if available is not None and needed > 0.8 * available:
+        row["status"] = f"out of memory: a step would take about {needed / 2**30:.0f} GiB"
+
+
 def expected_seconds(before, length, batch, power) -> float | None:
     if before is None:
         return None
@@ -413,10 +422,13 @@ def system_products(system, block, row, hidden_size, heads, train):
 
 def measure_memory(arguments: Arguments, direction: str, rows: list[dict], progress) -> None:
     """Add bytes to rows, each read in a process that has done nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    # The server imports everything once, for which it has to find this file; what it forks has done nothing yet.
-    context.set_forkserver_preload(["profile_mixers"])
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        # The server imports everything once, for which it has to find this file; what it forks has done nothing yet.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["profile_mixers"])
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
+    else:
+        context = multiprocessing.get_context("spawn")
     for row in rows:
         progress.update()
         system = System.parse(row["system"], arguments.dtype)
@@ -429,9 +441,15 @@ def measure_memory(arguments: Arguments, direction: str, rows: list[dict], progr
         send.close()
         try:
             row |= receive.recv()
+            process.join()
         except EOFError:
-            row["memory_status"] = "out of memory: the process was killed"
-        process.join()
+            process.join()
+            killed = process.exitcode == -9
+            row["memory_status"] = (
+                "out of memory: the process was killed"
+                if killed
+                else f"failed: the process ended with code {process.exitcode}"
+            )
 
 
 def read_memory(send, arguments: Arguments, direction: str, length: int, name: str) -> None:
@@ -446,12 +464,12 @@ def read_memory(send, arguments: Arguments, direction: str, length: int, name: s
         )
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            saved = saved_bytes(block, x)
-            send.send({"saved_bytes": saved, "peak_bytes": torch.cuda.max_memory_allocated(device)})
-            return
-        idle = resident_bytes()
-        saved = saved_bytes(block, x)
-        send.send({"saved_bytes": saved, "peak_bytes": peak_resident_bytes() - idle})
+        idle = resident_bytes("VmRSS") if device.type == "cpu" else 0
+        found = {"saved_bytes": saved_bytes(block, x)}
+        peak = resident_bytes("VmHWM") if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
+        if peak is not None:
+            found["peak_bytes"] = peak - idle
+        send.send(found)
     except Exception as error:
         send.send({"memory_status": what_went_wrong(error)})
 
@@ -475,54 +493,66 @@ def saved_bytes(block, x) -> int:
     return total
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+def resident_bytes(name: str) -> int | None:
+    """Memory of this process, now (VmRSS) or at its peak (VmHWM); None where there is no /proc."""
+    return _kilobytes("/proc/self/status", name)
 
 
-def peak_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _kilobytes(path: str, name: str) -> int | None:
+    try:
+        with open(path) as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    except (OSError, StopIteration):
+        return None
 
 
 @torch.no_grad()
 def measure_decoding(arguments: Arguments, progress) -> list[dict]:
     """Rows of single-token steps with the paper's decoder, mixers and contexts taking turns."""
-    device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
+    device = torch.device(arguments.device)
     longest, tokens_each = max(arguments.contexts), 4
     rows, running = [], []
     for name in arguments.decoding_mixers:
         system = System.parse(name, arguments.dtype)
-        torch.manual_seed(arguments.seed)
-        config = system.config(512, 8, longest + 16 + tokens_each * (arguments.repetitions + 1), is_causal=True)
-        try:
-            model = build_twin(config, system.mixer).to(device=device, dtype=dtype).eval()
-        except Exception as error:
-            rows.append({"system": name, "status": what_went_wrong(error)})
-            continue
+        model = None
         for context in arguments.contexts:
             row = {"system": name, "mixer": system.mixer, "components": system.components, "context": context}
-            row |= {"dtype": arguments.dtype, "status": "ok"}
+            row |= {"dtype": system.dtype, "status": "ok"}
             rows.append(row)
             progress.set_postfix_str(f"decoding, {name} at {context}")
-            cache = filled_cache(model, context, device)
-            row["cache_bytes"] = cache_bytes(cache)
-            running.append((row, model, cache, []))
+            try:
+                if model is None:
+                    torch.manual_seed(arguments.seed)
+                    length = longest + tokens_each * (arguments.repetitions + 1)
+                    config = system.config(512, 8, length, is_causal=True)
+                    model = build_twin(config, system.mixer).to(device=device, dtype=DTYPES[system.dtype]).eval()
+                cache = filled_cache(model, context, device)
+                row["cache_bytes"] = cache_bytes(cache)
+                running.append((row, model, cache, []))
+            except Exception as error:
+                row["status"] = what_went_wrong(error)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     for repetition in range(-1, arguments.repetitions):
-        turn = repetition % len(running)
+        turn = repetition % len(running) if running else 0
         for row, model, cache, times in running[turn:] + running[:turn]:
+            if row["status"] != "ok":
+                continue
             progress.set_postfix_str(f"decoding, {row['system']} at {row['context']}, round {repetition + 1}")
-            seconds = [
-                time_call(lambda m=model, c=cache: m(input_ids=token, past_key_values=c), device)
-                for _ in range(tokens_each)
-            ]
+            try:
+                seconds = [
+                    time_call(lambda m=model, c=cache: m(input_ids=token, past_key_values=c), device)
+                    for _ in range(tokens_each)
+                ]
+            except Exception as error:
+                row["status"] = what_went_wrong(error)
+                continue
             if repetition >= 0:
                 times += seconds
         progress.update()
     for row, _, _, times in running:
-        row |= {"best_seconds": min(times), "median_seconds": statistics.median(times)}
-        row["tokens_per_second"] = 1 / min(times)
+        if row["status"] == "ok":
+            row |= {"best_seconds": min(times), "median_seconds": statistics.median(times)}
+            row["tokens_per_second"] = 1 / min(times)
     return rows
 
 
@@ -557,6 +587,7 @@ def environment(device: str) -> dict:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
+        "mambapy": is_mambapy_available(),
         **versions,
     }
 
@@ -603,6 +634,8 @@ def run(arguments: Arguments) -> dict:
     settings["checkpoint"] = settings["checkpoint"] and Path(settings["checkpoint"]).name
     results = load_results(path, settings, arguments.overwrite)
     results["environment"] = results["environment"] or environment(arguments.device)
+    if arguments.device.startswith("cuda"):
+        torch.cuda.set_device(arguments.device)
     blocks, before = results["blocks"], {}
     for row in blocks:
         if "train" in row:
@@ -614,6 +647,8 @@ def run(arguments: Arguments) -> dict:
     decodes = "decoding" in arguments.sections and not results["decoding"]
     kinds = len({"speed", "memory"} & set(arguments.sections))
     total = len(groups) * len(arguments.mixers) * kinds + decodes * (arguments.repetitions + 1)
+    if total == 0:
+        print(f"{path} has everything these settings ask for; --overwrite measures it again.")
     with tqdm(total=total, desc="measuring", mininterval=1.0, dynamic_ncols=True) as progress:
         for direction, length in groups:
             if "speed" in arguments.sections:
@@ -624,6 +659,8 @@ def run(arguments: Arguments) -> dict:
                     {"direction": direction, "length": length, "batch": batch, "system": name, "status": "ok"}
                     for name in arguments.mixers
                 ]
+                for row in rows:
+                    refuse_what_is_too_large(arguments, row)
             if "memory" in arguments.sections:
                 measure_memory(arguments, direction, rows, progress)
             blocks += rows

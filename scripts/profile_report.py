@@ -20,7 +20,7 @@ def write_report(results: dict, folder: Path) -> list[str]:
     lines = report_lines(results)
     write_whole(folder / "report.md", "\n".join(lines) + "\n")
     plot(results["blocks"], folder / "throughput.png", _throughput, "tokens/s, forward and backward")
-    plot(results["blocks"], folder / "memory.png", _saved, "bytes kept for backward")
+    plot(results["blocks"], folder / "memory.png", _saved, "bytes kept for backward, for each sequence")
     return lines
 
 
@@ -114,7 +114,8 @@ def speed_cell(row: dict, kind: str) -> str:
 def memory_cell(row: dict) -> str:
     if "saved_bytes" not in row:
         return short(row)
-    return f"{row['saved_bytes'] / 1e6:,.0f} / {row['peak_bytes'] / 1e6:,.0f}"
+    peak = f"{row['peak_bytes'] / 1e6:,.0f}" if "peak_bytes" in row else "?"
+    return f"{row['saved_bytes'] / 1e6:,.0f} / {peak}"
 
 
 def short(row: dict) -> str:
@@ -157,7 +158,9 @@ def decoding_lines(rows: list[dict]) -> list[str]:
             for c in contexts
         ]
         body.append([label(system), *cells])
-    return lines + table(["mixer", *(f"{c} tokens of context" for c in contexts)], body)
+    notes = [f"- {row['system']}: {row['status']}" for row in rows if row["status"] != "ok"]
+    lines += table(["mixer", *(f"{c} tokens of context" for c in contexts)], body)
+    return [*lines, *dict.fromkeys(notes), ""] if notes else lines
 
 
 def _throughput(row: dict) -> float | None:
@@ -165,7 +168,7 @@ def _throughput(row: dict) -> float | None:
 
 
 def _saved(row: dict) -> float | None:
-    # Of a token: batches of short sequences hold as many tokens as one long sequence.
+    # Of a sequence: a batch of short ones holds as many tokens as one long one.
     return row.get("saved_bytes") and row["saved_bytes"] / row["batch"]
 
 
@@ -204,7 +207,7 @@ def plot(rows: list[dict], path: Path, value, title: str) -> None:
                 )
         lengths = sorted({row["length"] for row in rows if row["direction"] == direction})
         axis.set(xscale="log", yscale="log", xlabel="sequence length N", title=f"{direction}: {title}")
-        axis.set_xticks(lengths, [str(n) if n < 1000 else f"{n / 1024:g}K" for n in lengths], minor=False)
+        axis.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths], minor=False)
         axis.set_xticks([], minor=True)
         axis.grid(True, which="both", alpha=0.25)
         axis.legend(fontsize=7, ncols=2)
