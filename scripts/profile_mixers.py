@@ -640,7 +640,8 @@ def run(arguments: Arguments) -> dict:
     for row in blocks:
         if "train" in row:
             before[row["direction"], row["system"]] = (row["train"]["best_seconds"], row["length"], row["batch"])
-    groups = [(direction, length) for direction in arguments.directions for length in arguments.lengths]
+    # What takes longest comes last.
+    groups = [(direction, length) for length in arguments.lengths for direction in arguments.directions]
     groups = [group for group in groups if group not in {(row["direction"], row["length"]) for row in blocks}]
     if not {"speed", "memory"} & set(arguments.sections):
         groups = []
@@ -650,6 +651,9 @@ def run(arguments: Arguments) -> dict:
     if total == 0:
         print(f"{path} has everything these settings ask for; --overwrite measures it again.")
     with tqdm(total=total, desc="measuring", mininterval=1.0, dynamic_ncols=True) as progress:
+        if decodes:
+            results["decoding"] = measure_decoding(arguments, progress)
+            write_json(path, results)
         for direction, length in groups:
             if "speed" in arguments.sections:
                 rows = measure_speed(arguments, direction, length, before, progress)
@@ -664,9 +668,6 @@ def run(arguments: Arguments) -> dict:
             if "memory" in arguments.sections:
                 measure_memory(arguments, direction, rows, progress)
             blocks += rows
-            write_json(path, results)
-        if decodes:
-            results["decoding"] = measure_decoding(arguments, progress)
             write_json(path, results)
     for line in write_report(results, folder):
         print(line)
