@@ -112,6 +112,14 @@ class MixtureMap:
         return scratch("inputs", *features.shape[:3], width + -width % 16)[..., :width]
 
 
+class PreparedMixtureMap(MixtureMap):
+    """The same with what `MixtureMap.prepare` gave as its only parameter."""
+
+    @staticmethod
+    def prepare(weights):
+        return (weights,)
+
+
 def linear_attention(
     query,
     key,
@@ -153,7 +161,8 @@ def linear_attention(
         )
     if is_causal and value.shape[2] == 1:
         prepared = feature_map.prepare(*parameters)
-        read, write = (feature_map.features(x.to(dtype), *prepared) for x in (query, key))
+        both = torch.cat([query, key], dim=2).to(dtype)
+        read, write = feature_map.features(both, *prepared).split(1, dim=2)
         state = initial_state if log_decay is None else initial_state * log_decay.exp().unsqueeze(-1)
         state = state + write.transpose(-1, -2) * _with_mass(value.to(dtype), key_mask)
         total = read @ state

@@ -571,9 +571,11 @@ def filled_cache(model, context: int, device) -> DynamicCache:
 
 
 def cache_bytes(cache: DynamicCache) -> int:
+    """What a cache holds of the tokens it has seen."""
     total = 0
     for layer in cache.layers:
-        for value in vars(layer).values():
+        for name in ("keys", "values", "conv_states", "recurrent_states"):
+            value = getattr(layer, name, None)
             values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
             total += sum(x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor))
     return total

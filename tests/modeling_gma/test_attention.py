@@ -1,10 +1,13 @@
 """The mixer on its own."""
 
+from unittest import mock
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from modeling_gma import GMAModel
+from modeling_gma import GMAAttention, GMAModel
+from modeling_gma.mixture import GaussianMixture
 
 
 @pytest.fixture
@@ -78,3 +81,27 @@ def test_forget_gate_starts_by_keeping(tiny_config):
     log_decay = mixer.forget_gate(torch.zeros(1, 5, 32))
     assert log_decay.shape == (1, 4, 5)
     assert (log_decay.exp() > 0.98).all() and (log_decay < 0).all()
+
+
+def test_score_weights_are_kept_with_the_state_they_belong_to(tiny_config):
+    """Single tokens take them from the cache; a new cache, and several tokens at a time, look at the mixture again."""
+    mixer = GMAAttention(tiny_config(), layer_idx=0).eval()
+    x = torch.randn(2, 9, 32)
+
+    def steps(cache):
+        return torch.cat([mixer(x[:, i : i + 1], past_key_values=cache)[0] for i in range(9)], dim=1)
+
+    with torch.no_grad():
+        cache = DynamicCache(config=mixer.config)
+        torch.testing.assert_close(steps(cache), mixer(x)[0])
+        assert cache.layers[0].mixture_weights.shape == (4, 2 * 8 + 1, 6)
+        with mock.patch.object(GaussianMixture, "forward", side_effect=AssertionError("not kept")):
+            mixer(x[:, :1], past_key_values=cache)
+        # By way of `data`, of which PyTorch keeps no record.
+        mixer.mixture_norm.mu.data.mul_(-2.0)
+        torch.testing.assert_close(steps(DynamicCache(config=mixer.config)), mixer(x)[0])
+        before = cache.layers[0].mixture_weights
+        mixer(x, past_key_values=cache)
+        assert not torch.equal(cache.layers[0].mixture_weights, before)
+    mixer(x[:, :1], past_key_values=DynamicCache(config=mixer.config))[0].sum().backward()
+    assert mixer.mixture_norm.mu.grad.abs().sum() > 0
