@@ -40,6 +40,7 @@ if __name__ == "__main__" and sys.platform == "linux" and "MALLOC_TRIM_THRESHOLD
     os.execve(sys.executable, sys.orig_argv, {"OMP_WAIT_POLICY": "ACTIVE", **os.environ, **settings})
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from matrix_products import Stopwatch, block_products, time_call
 from profile_report import write_report
 from tqdm.auto import tqdm
@@ -296,8 +297,10 @@ def is_out_of_memory(error: Exception) -> bool:
 def what_went_wrong(error: Exception) -> str:
     if is_out_of_memory(error):
         return "out of memory"
-    # A config's error wraps the sentence that says what is wrong.
-    sentence = str(error.__cause__ or error).strip().splitlines()
+    if isinstance(error, StrictDataclassError):
+        # It wraps the sentence that says what is wrong.
+        error = error.__cause__ or error
+    sentence = str(error).strip().splitlines()
     return f"unsupported: {sentence[0] if sentence else type(error).__name__}"
 
 
