@@ -63,7 +63,14 @@ def test_bad_values_get_a_sentence_and_change_nothing(name, tmp_path):
 
 def test_interrupted_it_leaves_nothing(tmp_path):
     command = [sys.executable, str(SCRIPT), "--output_dir", str(tmp_path / "model"), *SHORT, "--max_steps", "100000"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # As at a terminal: what runs these tests in the background may have them ignore the signal.
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     for line in process.stdout:
         if "before training" in line:
             break
