@@ -19,6 +19,7 @@ from .functional import (
     gaussian_mixture_attention_weights,
     gaussian_responsibilities,
 )
+from .linear import Linear
 from .mixture import GaussianMixture
 
 
@@ -55,10 +56,10 @@ class GMAAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
         routing_size, value_size = (self.num_heads * dim for dim in (config.routing_dim, config.value_dim))
-        self.q_proj = nn.Linear(config.hidden_size, routing_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, routing_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, value_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(value_size, config.hidden_size, bias=config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
+        self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)
         self.forget_gate = GMAForgetGate(config.hidden_size, self.num_heads) if config.forget_gate else None
         # `Trainer` takes weight decay off parameters under a name ending in "norm", and a mixture must have none:
         # decay would draw all components to one place.

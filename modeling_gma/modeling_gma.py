@@ -37,6 +37,7 @@ from .attention import (
 )
 from .chunked import sequence_of_token
 from .functional import can_look_inside
+from .linear import Linear
 from .mixture import GaussianMixture
 
 
@@ -86,9 +87,9 @@ class GMATokenClassifierOutput(TokenClassifierOutput):
 class GMAMLP(nn.Module):
     def __init__(self, config: GMAConfig):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
@@ -387,7 +388,7 @@ class GMAForCausalLM(GMAPreTrainedModel, GenerationMixin):
                 "`GMAForCausalLM` needs `is_causal=True`: a bidirectional model sees the token to predict."
             )
         self.model = self.model_class(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -466,7 +467,7 @@ class GMAForMaskedLM(GMAPreTrainedModel):
                 "`GMAForMaskedLM` with `is_causal=True` predicts masked tokens from the left only; set it to False."
             )
         self.model = self.model_class(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -518,7 +519,7 @@ class GMAForSequenceClassification(GMAPreTrainedModel):
         self.num_labels = config.num_labels
         self.model = self.model_class(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.score = Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
     @can_return_tuple
@@ -594,7 +595,7 @@ class GMAForTokenClassification(GMAPreTrainedModel):
         self.num_labels = config.num_labels
         self.model = self.model_class(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.score = Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
     @can_return_tuple

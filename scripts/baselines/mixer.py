@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as CacheLayer
 
 from modeling_gma.attention import cached_count, count_tokens, keep_count
+from modeling_gma.linear import Linear
 
 
 class Mixer(nn.Module):
@@ -129,10 +130,10 @@ class ProjectedMixer(Mixer):
         super().__init__(config, layer_idx)
         self.num_heads = config.num_attention_heads
         routing_size, value_size = (self.num_heads * dim for dim in (config.routing_dim, config.value_dim))
-        self.q_proj = nn.Linear(config.hidden_size, routing_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, routing_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, value_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(value_size, config.hidden_size, bias=config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
+        self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)
 
     def mix(self, hidden_states, source, attention_mask, past_key_values, position_ids, is_causal, **options):
         query, key, value = self.q_proj(hidden_states), self.k_proj(source), self.v_proj(source)
