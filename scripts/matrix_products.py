@@ -52,7 +52,7 @@ def block_products(
         return projections, [_pairs(times, batch, heads, length, length, dim, is_causal and mixer != "eager")]
     if mixer == "linformer":
         projected = Product(2 * batch * (3 if train else 1), 1, features, length, hidden_size)
-        return projections, [projected, _pairs(6 if train else 2, batch, heads, length, features, dim, False)]
+        return projections, [projected, _pairs(7 if train else 2, batch, heads, length, features, dim, False)]
 
     tokens = min(length, TOKENS)
     share = batch * length / tokens

@@ -20,6 +20,7 @@ Results are written after every length, and a run that was interrupted goes on w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import json
@@ -160,7 +161,11 @@ class Arguments:
         if self.checkpoint is not None:
             self.mixers = list(self.mixers)
             if not any("trained" in name for name in self.mixers):
-                self.mixers.append("gma:128:trained")
+                try:
+                    components = GMAConfig.from_pretrained(self.checkpoint).num_components
+                except (OSError, ValueError) as error:
+                    raise ValueError(f"--checkpoint {self.checkpoint!r} cannot be read: {error}") from None
+                self.mixers.append(f"gma:{components}:trained")
         for name in self.mixers:
             if System.parse(name, self.dtype).trained and self.checkpoint is None:
                 raise ValueError(f"--mixers: {name!r} needs --checkpoint.")
@@ -331,11 +336,11 @@ def measure_speed(arguments: Arguments, direction: str, length: int, seconds_bef
                 row["status"] = what_went_wrong(error)
         progress.update()
     for repetition in range(-1, arguments.repetitions):
-        # The first round warms up: it counts only where there is no time for another.
+        # The first round warms up.
         turn = repetition % len(running) if running else 0
         for row, _, block, x, times in running[turn:] + running[:turn]:
             spent = sum(times["forward"]) + sum(times["train"])
-            if row["status"] != "ok" or (len(times["train"]) >= 2 and spent > arguments.seconds):
+            if row["status"] != "ok" or (len(times["train"]) >= 3 and spent > arguments.seconds):
                 continue
             progress.set_postfix_str(f"{direction} N={length} {row['system']}, round {repetition + 1}")
             try:
@@ -353,7 +358,7 @@ def measure_speed(arguments: Arguments, direction: str, length: int, seconds_bef
             continue
         row["parameters"] = sum(parameter.numel() for parameter in block.parameters())
         for kind, seconds in times.items():
-            counted = seconds[1:] if len(seconds) > 2 else seconds
+            counted = seconds[1:] or seconds
             limit = sum(
                 stopwatch.seconds(products, dtype)
                 for products, dtype in system_products(system, block, row, hidden_size, heads, train=kind == "train")
@@ -467,6 +472,8 @@ def read_memory(send, arguments: Arguments, direction: str, length: int, name: s
         )
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        if device.type == "cpu":
+            forget_peak()
         idle = resident_bytes("VmRSS") if device.type == "cpu" else 0
         found = {"saved_bytes": saved_bytes(block, x)}
         peak = resident_bytes("VmHWM") if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
@@ -499,6 +506,12 @@ def saved_bytes(block, x) -> int:
 def resident_bytes(name: str) -> int | None:
     """Memory of this process, now (VmRSS) or at its peak (VmHWM); None where there is no /proc."""
     return _kilobytes("/proc/self/status", name)
+
+
+def forget_peak() -> None:
+    """Let the peak begin anew, so that it is not that of building the block; where the system allows it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _kilobytes(path: str, name: str) -> int | None:

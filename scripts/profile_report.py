@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from matplotlib import pyplot
+
 
 # What is compared with what, in the table of ratios; a variant of GMA is compared with GMA.
 OPPONENTS = ("sdpa", "sdpa_rope", "linear", "mamba")
@@ -174,11 +176,7 @@ def _saved(row: dict) -> float | None:
 
 def plot(rows: list[dict], path: Path, value, title: str) -> None:
     """One panel a direction, one line a system, both axes logarithmic. Nothing where nothing was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot.switch_backend("Agg")
     rows = [row for row in rows if value(row) and _is_in_plots(row["system"])]
     directions = list(dict.fromkeys(row["direction"] for row in rows))
     if not directions:

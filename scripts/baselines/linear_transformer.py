@@ -32,7 +32,8 @@ class EluMap:
     def backward(features, gradient, scratch, by_x):
         # Below zero the derivative is exp(x), which the feature is; above, it is one.
         length = by_x.shape[2]
-        torch.mul(gradient[:, :, :length], features[:, :, :length].clamp(max=1.0), out=by_x)
+        slope = torch.clamp(features, max=1.0, out=scratch("slope", *features.shape))
+        torch.mul(gradient[:, :, :length], slope[:, :, :length], out=by_x)
 
 
 class LinearAttention(ProjectedMixer):

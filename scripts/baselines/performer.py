@@ -53,7 +53,8 @@ class SoftmaxKernelMap:
         length, dim = by_x.shape[2:]
         inputs = scratch("inputs", *features.shape[:3], dim)
         by_exponents = gradient.mul_(features).masked_fill_(features > LARGEST_FEATURE, 0.0)
-        by_inputs = torch.bmm(by_exponents.flatten(1, 2), projection).view_as(inputs)
+        by_inputs = scratch("by inputs", *inputs.shape)
+        torch.bmm(by_exponents.flatten(1, 2), projection, out=by_inputs.flatten(1, 2))
         by_inputs.addcmul_(inputs, by_exponents.sum(-1, keepdim=True), value=-(dim**-0.5))
         by_x.copy_(by_inputs[:, :, :length])
 
