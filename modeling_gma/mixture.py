@@ -33,17 +33,17 @@ class GaussianMixture(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, routing_std: float = 3**-0.5) -> None:
+    def reset_parameters(self, routing_std: float = 3**-0.5, score_spread: float = SCORE_SPREAD) -> None:
         """Start a mixture for routing vectors whose entries have this standard deviation.
 
         The default is what `nn.Linear` makes of inputs of unit variance. Means are as long as routing vectors, all
         equally: unequal lengths tilt every token towards the same components. Priors are uniform. Variances are such
-        that scores spread by SCORE_SPREAD, whatever the width.
+        that scores spread by `score_spread`, whatever the width.
         """
         routing_dim = self.mu.shape[-1]
         directions = F.normalize(torch.randn_like(self.mu), dim=-1)
         init.copy_(self.mu, directions * (routing_std * math.sqrt(routing_dim)))
-        variance = routing_std**2 * math.sqrt(routing_dim) / SCORE_SPREAD
+        variance = routing_std**2 * math.sqrt(routing_dim) / score_spread
         # What softplus has to add to the floor; a floor above the variance wanted is the variance.
         variance = max(variance - self.variance_floor, 1e-3 * variance)
         init.constant_(self.omega, variance + math.log(-math.expm1(-variance)))

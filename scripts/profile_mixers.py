@@ -41,6 +41,7 @@ if __name__ == "__main__" and sys.platform == "linux" and "MALLOC_TRIM_THRESHOLD
     os.execve(sys.executable, sys.orig_argv, {"OMP_WAIT_POLICY": "ACTIVE", **os.environ, **settings})
 
 import torch
+from files import write_json
 from huggingface_hub.errors import StrictDataclassError
 from matrix_products import Stopwatch, block_products, time_call
 from profile_report import write_report
@@ -616,13 +617,6 @@ def processor_name() -> str:
             return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Whole or not at all."""
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(aside, path)
 
 
 def load_results(path: Path, settings: dict, overwrite: bool) -> dict:

@@ -6,10 +6,10 @@ python scripts/profile_report.py profile_output     # writes them again, and pri
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
+from files import write_figure, write_text
 from matplotlib import pyplot
 
 
@@ -20,16 +20,10 @@ OPPONENTS = ("sdpa", "sdpa_rope", "linear", "mamba")
 def write_report(results: dict, folder: Path) -> list[str]:
     """Write report.md, throughput.png and memory.png beside the results; return the report's lines."""
     lines = report_lines(results)
-    write_whole(folder / "report.md", "\n".join(lines) + "\n")
+    write_text(folder / "report.md", "\n".join(lines) + "\n")
     plot(results["blocks"], folder / "throughput.png", _throughput, "tokens/s, forward and backward")
     plot(results["blocks"], folder / "memory.png", _saved, "bytes kept for backward, for each sequence")
     return lines
-
-
-def write_whole(path: Path, text: str) -> None:
-    aside = path.with_suffix(".part")
-    aside.write_text(text)
-    os.replace(aside, path)
 
 
 def report_lines(results: dict) -> list[str]:
@@ -209,10 +203,7 @@ def plot(rows: list[dict], path: Path, value, title: str) -> None:
         axis.set_xticks([], minor=True)
         axis.grid(True, which="both", alpha=0.25)
         axis.legend(fontsize=7, ncols=2)
-    aside = path.with_suffix(".part.png")
-    figure.savefig(aside, dpi=130)
-    pyplot.close(figure)
-    os.replace(aside, path)
+    write_figure(path, figure)
 
 
 def _is_in_plots(system: str) -> bool:

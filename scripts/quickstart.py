@@ -29,8 +29,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from data.wikitext import train_tokenizer
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
@@ -38,8 +38,6 @@ from transformers.utils import logging
 
 from modeling_gma import GMAConfig, GMAForCausalLM, parameter_groups
 
-
-END_OF_TEXT = "<|endoftext|>"
 
 # What a quickstart folder holds. A folder with anything else in it, or without our results, is left alone.
 FILES = {"config.json", "generation_config.json", "model.safetensors", "results.json"}
@@ -116,22 +114,6 @@ def load_topics(seed: int) -> tuple[list[str], list[str]]:
     random.Random(seed).shuffle(texts)
     held_out = len(texts) // 10
     return texts[held_out:], texts[:held_out]
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, padding_side="left"
-    )
 
 
 def make_blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, block_size: int) -> Dataset:

@@ -1,0 +1,33 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from matplotlib import pyplot
+
+
+PART = ".part"
+
+
+def write_text(path: Path, text: str) -> None:
+    aside = path.with_name(path.name + PART)
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def write_json(path: Path, content) -> None:
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_figure(path: Path, figure) -> None:
+    """A pyplot figure as PNG; it is closed."""
+    aside = path.with_name(path.name + PART)
+    figure.savefig(aside, dpi=120, format="png")
+    pyplot.close(figure)
+    os.replace(aside, path)

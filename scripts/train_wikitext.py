@@ -1,0 +1,243 @@
+"""Train a causal language model with any mixer, by the paper's protocol.
+
+    accelerate launch scripts/train_wikitext.py scripts/configs/wikitext103.yaml --output_dir wikitext103
+    python scripts/train_wikitext.py scripts/configs/two_cores.yaml --dataset_name FOLDER --output_dir small
+
+The first is the paper's run (20,000 steps of 16,384 tokens of WikiText-103); `accelerate config` says on what. The
+second takes about 15 minutes on two cores, on any folder with train.* and validation.* files of text. A run that was
+stopped, or killed, goes on with --resume_from_checkpoint latest and ends as if it had not been.
+
+In the output folder: the best model (safetensors, with its tokenizer, for AutoModelForCausalLM), results.json,
+loss.png, log.jsonl with every step, and checkpoints/.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+
+
+# Threads that wait for work sleep: on shared cores, spinning ones slow each other down many times over.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from arguments import parse
+from checkpoints import unwrap
+from data.wikitext import Blocks, load_text, load_tokenizer, tokenize, train_tokenizer
+from torch.utils.data import DataLoader, Subset
+from training import LoopArguments, Task, train
+from transformers.utils import logging
+
+from baselines import MIXERS, build_twin
+from modeling_gma import GMAConfig
+from modeling_gma.diagnostics import mixture_health
+from modeling_gma.mixture import GaussianMixture
+
+
+@dataclass
+class Arguments(LoopArguments):
+    dataset_name: str = field(
+        default="Salesforce/wikitext", metadata={"help": "Hub dataset, or a local folder with train.*, validation.*."}
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Its configuration; wikitext-103-raw-v1 for Salesforce/wikitext."}
+    )
+    train_file: str | None = field(default=None, metadata={"help": "Text to train on, in place of --dataset_name."})
+    validation_file: str | None = field(default=None, metadata={"help": "Text to validate on, with --train_file."})
+    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Where datasets are cached; by default as usual."})
+    tokenizer_name: str = field(default="gpt2", metadata={"help": "Tokenizer, by Hub name or local folder."})
+    train_tokenizer: int | None = field(
+        default=None, metadata={"help": "Train a BPE of this many entries on the training text instead."}
+    )
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "Processes that tokenise; by default one for each core."}
+    )
+    block_size: int = field(default=1024, metadata={"help": "Tokens in a sequence."})
+    mixer: str = field(default="gma", metadata={"help": f"gma or a baseline: {', '.join(MIXERS)} (causal ones)."})
+    hidden_size: int = field(default=512, metadata={"help": "Width of the model."})
+    num_hidden_layers: int = field(default=6, metadata={"help": "Number of blocks."})
+    num_attention_heads: int = field(default=8, metadata={"help": "Heads in each block."})
+    num_components: int = field(default=128, metadata={"help": "Mixture components in each head, K."})
+    position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
+    forget_gate: bool = field(default=False, metadata={"help": "Let GMA's memory fade (not in the paper)."})
+    hidden_dropout: float = field(default=0.0, metadata={"help": "Dropout."})
+    score_spread: float | None = field(
+        default=None, metadata={"help": "Spread of the components' scores at the start; by default the model's own."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.block_size < 2:
+            raise ValueError(f"--block_size must be at least 2, got {self.block_size}.")
+        if self.mixer != "gma" and self.mixer not in MIXERS:
+            raise ValueError(f"--mixer must be one of {['gma', *MIXERS]}, got {self.mixer!r}.")
+        if self.forget_gate and self.mixer != "gma":
+            raise ValueError(f'--forget_gate goes with --mixer gma, got "{self.mixer}".')
+        if self.train_tokenizer and self.train_tokenizer < 257:
+            raise ValueError(
+                f"--train_tokenizer must be at least 257 (bytes, end of text), got {self.train_tokenizer}."
+            )
+        if (self.train_file is None) != (self.validation_file is None):
+            raise ValueError("--train_file and --validation_file go together.")
+        if self.score_spread is not None and not self.score_spread > 0:
+            raise ValueError(f"--score_spread must be above 0, got {self.score_spread}.")
+        if self.dataset_config_name is None and self.dataset_name == "Salesforce/wikitext":
+            self.dataset_config_name = "wikitext-103-raw-v1"
+        try:
+            self.config(vocab_size=257)
+        except Exception as error:
+            raise ValueError(str(error.__cause__ or error)) from None
+
+    def config(self, **fields) -> GMAConfig:
+        return GMAConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_components=self.num_components,
+            max_position_embeddings=self.block_size,
+            position_embedding_type=self.position_embedding_type,
+            forget_gate=self.forget_gate,
+            hidden_dropout=self.hidden_dropout,
+            **fields,
+        )
+
+
+class LanguageModelling(Task):
+    metric = "perplexity"
+
+    def __init__(self, arguments: Arguments, accelerator: Accelerator):
+        self.arguments, self.accelerator = arguments, accelerator
+        files = {"train": arguments.train_file, "validation": arguments.validation_file}
+        # One process downloads, trains the tokenizer and tokenises; the others find it in the cache.
+        with accelerator.main_process_first():
+            splits, by_title = load_text(
+                arguments.dataset_name,
+                arguments.dataset_config_name,
+                arguments.text_column,
+                files if arguments.train_file else None,
+                arguments.cache_dir,
+            )
+            for split in ("train", "validation"):
+                if split not in splits:
+                    raise SystemExit(f"The data has no {split} split; it has {', '.join(splits)}.")
+            if arguments.train_tokenizer:
+                texts = (row["text"] for row in splits["train"])
+                self.tokenizer = train_tokenizer(texts, arguments.train_tokenizer, accelerator.is_main_process)
+            else:
+                self.tokenizer = load_tokenizer(arguments.tokenizer_name)
+            tokens = {
+                split: tokenize(splits[split], self.tokenizer, by_title, arguments.preprocessing_num_workers)
+                for split in ("train", "validation")
+            }
+        end = self.tokenizer.eos_token_id
+        self.train_dataset = Blocks(tokens["train"], arguments.block_size, end, train=True)
+        self.validation = Blocks(tokens["validation"], arguments.block_size, end)
+        self.description = {
+            "train_tokens": self.train_dataset.num_targets,
+            "validation_tokens": self.validation.num_targets,
+            "vocab_size": len(self.tokenizer),
+        }
+        set_seed(arguments.seed)
+        config = arguments.config(
+            vocab_size=len(self.tokenizer),
+            bos_token_id=end,
+            eos_token_id=end,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        self.model = build_twin(config, arguments.mixer)
+        for module in self.model.modules() if arguments.score_spread else ():
+            if isinstance(module, GaussianMixture):
+                module.reset_parameters(
+                    config.initializer_range * math.sqrt(config.hidden_size), arguments.score_spread
+                )
+        accelerator.print(
+            f"{arguments.mixer}: {sum(p.numel() for p in self.model.parameters()):,} parameters; "
+            f"{self.train_dataset.num_targets:,} tokens to train on, {self.validation.num_targets:,} to validate"
+        )
+
+    def order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.arguments.seed * 1_000_003 + epoch)
+        return torch.randperm(len(self.train_dataset), generator=generator).tolist()
+
+    def loss(self, model, batch: dict) -> torch.Tensor:
+        # Labels are the tokens after the inputs already.
+        labels = batch["labels"]
+        return model(input_ids=batch["input_ids"], labels=labels, shift_labels=labels, use_cache=False).loss
+
+    def units(self, batch: dict) -> int:
+        return batch["input_ids"].numel()
+
+    def evaluate(self, model, accelerator: Accelerator) -> dict[str, float]:
+        loss = mean_loss(self, model, self.validation, self.arguments.per_device_eval_batch_size, accelerator)
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+    def check(self, model) -> str:
+        error = prefix_error(model, self.train_dataset[0]["input_ids"].unsqueeze(0))
+        if error > 0:
+            raise SystemExit(f"The model is not causal: later tokens change earlier logits by {error:.2g}.")
+        return "prefix check: later tokens change earlier logits by exactly 0"
+
+    def health(self, model) -> dict[str, float]:
+        if self.arguments.mixer != "gma" or self.accelerator.distributed_type == DistributedType.FSDP:
+            return {}
+        model = unwrap(model)
+        tokens = self.validation[0]["input_ids"].unsqueeze(0).to(model.device)
+        return mixture_health(model, input_ids=tokens)
+
+
+@torch.no_grad()
+def mean_loss(task: LanguageModelling, model, blocks: Blocks, batch_size: int, accelerator: Accelerator) -> float:
+    """Mean over all tokens, each once, shared out over the processes."""
+    rank, world = accelerator.process_index, accelerator.num_processes
+    mine = list(range(rank, len(blocks), world))
+    # As many batches in every process: sharded models have to go forward together.
+    count = -(-len(range(0, len(blocks), world)) // batch_size)
+    batches = iter(DataLoader(Subset(blocks, mine), batch_size=batch_size))
+    totals = torch.zeros(2, dtype=torch.float64)
+    for _ in range(count):
+        batch = next(batches, None)
+        is_real = batch is not None
+        batch = batch if is_real else {name: x.unsqueeze(0) for name, x in blocks[0].items()}
+        batch = {name: x.to(accelerator.device) for name, x in batch.items()}
+        loss = task.loss(model, batch)
+        if is_real:
+            tokens = int((batch["labels"] != -100).sum())
+            totals += torch.tensor([loss.item() * tokens, tokens], dtype=torch.float64)
+    if world > 1:
+        totals = accelerator.reduce(totals.to(accelerator.device), "sum")
+    return (totals[0] / totals[1]).item()
+
+
+@torch.no_grad()
+def prefix_error(model, tokens: torch.Tensor) -> float:
+    """How much logits of the first half of (1, N) tokens change when the second half does."""
+    was_training, model = model.training, model.eval()
+    half = tokens.shape[1] // 2
+    other = tokens.clone()
+    other[:, half:] = (other[:, half:] + 1) % unwrap(model).config.vocab_size
+    device = next(model.parameters()).device
+    first, second = (model(input_ids=x.to(device), use_cache=False).logits[:, :half] for x in (tokens, other))
+    model.train(was_training)
+    return (first - second).abs().max().item()
+
+
+def main() -> None:
+    arguments = parse(Arguments, __doc__)
+    accelerator = arguments.make_accelerator()
+    if not accelerator.is_main_process:
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    results = train(LanguageModelling, arguments, accelerator)
+    if results is not None and accelerator.is_main_process:
+        print(
+            f"validation perplexity {results['validation']['perplexity']:.2f} at step {results['best_step']}; "
+            f"{results['tokens_per_second']:,.0f} tokens/s; the model is in {arguments.output_dir}"
+        )
+
+
+if __name__ == "__main__":
+    main()

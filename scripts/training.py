@@ -1,0 +1,587 @@
+"""The training loop that all tasks share: one can leave it alone for a day.
+
+A step depends on nothing but the seed, its number and the weights before it: the order of examples, the learning rate
+and the random numbers of dropout are functions of the step. So a run that is killed at any moment and goes on from a
+checkpoint ends with the weights of one that was not, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import accelerate
+import torch
+import transformers
+from accelerate import Accelerator
+from checkpoints import (
+    cannot_write,
+    checkpoint_steps,
+    load_optimizer,
+    prune,
+    read_state,
+    remove_parts,
+    save_checkpoint,
+    unwrap,
+)
+from files import PART, write_figure, write_json, write_text
+from matplotlib import pyplot
+from torch.utils.data import DataLoader, Sampler
+from tqdm.auto import tqdm
+
+from modeling_gma import parameter_groups
+
+
+# Arguments that another process may have otherwise and still go on with the same run.
+FREE = {
+    "output_dir",
+    "resume_from_checkpoint",
+    "logging_steps",
+    "checkpointing_steps",
+    "checkpointing_minutes",
+    "checkpoints_kept",
+    "report_to",
+    "num_workers",
+    "per_device_eval_batch_size",
+    "cache_dir",
+}
+
+
+@dataclass
+class LoopArguments:
+    """What `train` reads; scripts add their own."""
+
+    output_dir: str = field(metadata={"help": "Folder for checkpoints, the model and results."})
+    seed: int = field(default=0, metadata={"help": "Fixes initial weights, data order and dropout."})
+    max_steps: int = field(default=20_000, metadata={"help": "Optimizer steps."})
+    per_device_train_batch_size: int = field(default=16, metadata={"help": "Sequences on a device at a time."})
+    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences on a device in evaluation."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Batches in an optimizer step."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak of the schedule."})
+    mixture_learning_rate: float | None = field(
+        default=None, metadata={"help": "Peak for the mixtures' parameters; by default --learning_rate."}
+    )
+    warmup_steps: int | None = field(
+        default=None, metadata={"help": "Steps of linear warmup; by default a twentieth of --max_steps."}
+    )
+    final_learning_rate: float = field(
+        default=0.1, metadata={"help": "Where the cosine ends, as a share of --learning_rate."}
+    )
+    weight_decay: float = field(
+        default=0.1, metadata={"help": "On weight matrices; mixtures, norms and biases take none."}
+    )
+    adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's first beta."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second beta."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm; 0 clips none."})
+    mixed_precision: str | None = field(
+        default=None, metadata={"help": "no, bf16 or fp16; by default what `accelerate config` says."}
+    )
+    torch_compile: bool = field(default=False, metadata={"help": "Compile the model."})
+    gradient_checkpointing: bool = field(default=False, metadata={"help": "Less memory for more time."})
+    num_workers: int = field(default=0, metadata={"help": "Processes that load batches."})
+    logging_steps: int = field(default=10, metadata={"help": "Steps between reports to trackers."})
+    eval_steps: int = field(default=500, metadata={"help": "Steps between evaluations; the last step has one."})
+    checkpointing_steps: int = field(default=500, metadata={"help": "Steps between checkpoints."})
+    checkpointing_minutes: float = field(default=15.0, metadata={"help": "Minutes between checkpoints, at most."})
+    checkpoints_kept: int = field(default=2, metadata={"help": "Newest checkpoints kept, beside the best one."})
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={"help": '"latest", which begins anew where there is none, or the folder of a checkpoint.'},
+    )
+    report_to: str = field(default="none", metadata={"help": "Tracker: tensorboard, wandb, .., all or none."})
+
+    def __post_init__(self):
+        least = {"max_steps": 1, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "num_workers": 0}
+        least |= {"gradient_accumulation_steps": 1, "logging_steps": 1, "eval_steps": 1, "checkpointing_steps": 1}
+        least |= {"checkpoints_kept": 1, "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise ValueError(f"--{name} must be at least {smallest}, got {value}.")
+        for name in ("learning_rate", "mixture_learning_rate", "checkpointing_minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"--{name} must be above 0, got {value}.")
+        if not 0 <= self.final_learning_rate <= 1:
+            raise ValueError(f"--final_learning_rate must be from 0 to 1, got {self.final_learning_rate}.")
+        if self.mixed_precision not in (None, "no", "bf16", "fp16"):
+            raise ValueError(f"--mixed_precision must be no, bf16 or fp16, got {self.mixed_precision!r}.")
+        if self.warmup_steps is None:
+            self.warmup_steps = max(self.max_steps // 20, 1)
+
+    def make_accelerator(self) -> Accelerator:
+        return Accelerator(
+            mixed_precision=self.mixed_precision,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            log_with=None if self.report_to == "none" else self.report_to.split(","),
+            project_dir=self.output_dir,
+        )
+
+    def rate(self, step: int) -> float:
+        """Share of the peak learning rate at a step, from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(self.max_steps - self.warmup_steps, 1)
+        return self.final_learning_rate + (1 - self.final_learning_rate) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class Task:
+    """What is trained. A script says here what is its own; `train` does the rest."""
+
+    metric: str  # what `evaluate` returns that decides which checkpoint is best
+    greater_is_better = False
+    unit = "tokens"
+
+    model: torch.nn.Module
+    train_dataset: torch.utils.data.Dataset
+    tokenizer = None
+    collate = None
+    description: dict = {}  # goes into results.json
+
+    def order(self, epoch: int) -> list[int]:
+        """The examples in the order of an epoch; a function of the seed and the epoch."""
+        raise NotImplementedError
+
+    def loss(self, model, batch: dict) -> torch.Tensor:
+        """Mean loss of a batch."""
+        raise NotImplementedError
+
+    def units(self, batch: dict) -> int:
+        """Tokens, or examples, in a batch."""
+        raise NotImplementedError
+
+    def evaluate(self, model, accelerator: Accelerator) -> dict[str, float]:
+        """Metrics on the validation split, the same in all processes."""
+        raise NotImplementedError
+
+    def check(self, model) -> str:
+        """What must hold before the first step, in a sentence; raise SystemExit if it does not."""
+        return ""
+
+    def health(self, model) -> dict[str, float]:
+        """Figures to watch while it trains."""
+        return {}
+
+    def test(self, model, accelerator: Accelerator) -> dict[str, float]:
+        """Metrics of the best weights at the end."""
+        return {}
+
+
+class Batches(Sampler):
+    """Indices of this process's share of every batch, epoch after epoch without a seam."""
+
+    def __init__(self, task: Task, size: int, start: int, stop: int, rank: int, world: int):
+        self.task, self.size, self.start, self.stop, self.rank, self.world = task, size, start, stop, rank, world
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        count = len(self.task.train_dataset)
+        total = self.size * self.world
+        epochs = {}
+        for number in range(self.start, self.stop):
+            first = number * total + self.rank * self.size
+            batch = []
+            for position in range(first, first + self.size):
+                epoch = position // count
+                if epoch not in epochs:
+                    epochs = {epoch - 1: epochs.get(epoch - 1), epoch: self.task.order(epoch)}
+                batch.append(epochs[epoch][position % count])
+            yield batch
+
+
+class Signals:
+    """SIGTERM and the first interruption ask to save and leave; a second interruption interrupts."""
+
+    def __init__(self):
+        self.received = 0
+
+    def __enter__(self):
+        self.before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number, _frame):
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+def train(make_task, arguments: LoopArguments, accelerator: Accelerator) -> dict | None:
+    """Train, evaluate, save what `make_task(arguments, accelerator)` gives, a `Task`.
+
+    Returns what results.json holds, or None if a signal ended it before the end.
+    """
+    folder = Path(arguments.output_dir).expanduser().resolve()
+    # First of all: whether the results can be written should not turn out after hours of preparing data.
+    checkpoint = prepare_folder(arguments, accelerator)
+    if (folder / "results.json").exists():
+        accelerator.print(f"{folder} is finished; results.json has what came of it.")
+        return json.loads((folder / "results.json").read_text())
+    task = make_task(arguments, accelerator)
+    if checkpoint is not None:
+        _refuse_other_arguments(checkpoint, arguments, accelerator)
+    with Signals() as signals:
+        return _Loop(task, arguments, accelerator, folder, signals).run(checkpoint)
+
+
+def prepare_folder(arguments: LoopArguments, accelerator: Accelerator) -> Path | None:
+    """Make the output folder, or say why not; returns the checkpoint to go on from."""
+    folder = Path(arguments.output_dir).expanduser().resolve()
+    checkpoints = folder / "checkpoints"
+    resume = arguments.resume_from_checkpoint
+    if accelerator.is_main_process:
+        try:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            write_json(folder / ".writable", {})
+            (folder / ".writable").unlink()
+        except OSError as error:
+            raise SystemExit(cannot_write(folder, error)) from None
+        steps = checkpoint_steps(checkpoints)
+        if resume is None and (steps or (folder / "results.json").exists()):
+            where = f"at step {max(steps)}" if steps else "that is finished"
+            raise SystemExit(
+                f"--output_dir {folder} holds a run {where}: go on with --resume_from_checkpoint latest, or name "
+                f"another folder."
+            )
+        remove_parts(folder)
+        remove_parts(checkpoints)
+    accelerator.wait_for_everyone()
+    steps = checkpoint_steps(checkpoints)
+    if resume is None or (resume == "latest" and not steps):
+        return None
+    checkpoint = steps[max(steps)] if resume == "latest" else Path(resume).expanduser().resolve()
+    if not (checkpoint / "state.json").is_file():
+        raise SystemExit(f"--resume_from_checkpoint {resume} is no checkpoint: it has no state.json.")
+    return checkpoint
+
+
+def _refuse_other_arguments(checkpoint: Path, arguments: LoopArguments, accelerator: Accelerator) -> None:
+    saved, ours = read_state(checkpoint)["arguments"], _portable(arguments, accelerator)
+    for name in saved.keys() | ours.keys():
+        if name not in FREE and saved.get(name) != ours.get(name):
+            raise SystemExit(
+                f"{checkpoint} was made with --{name} {saved.get(name)}, not {ours.get(name)}: it would not be the "
+                f"same run. Give the flags it was started with, or another --output_dir."
+            )
+
+
+def _portable(arguments: LoopArguments, accelerator: Accelerator) -> dict:
+    """Arguments as JSON has them; of batches, how many sequences make a step, however they are spread."""
+    values = json.loads(json.dumps(asdict(arguments)))
+    sequences = values.pop("per_device_train_batch_size") * values.pop("gradient_accumulation_steps")
+    return values | {"sequences_per_step": sequences * accelerator.num_processes}
+
+
+class _Loop:
+    def __init__(self, task, arguments, accelerator, folder, signals):
+        self.task, self.arguments, self.accelerator = task, arguments, accelerator
+        self.folder, self.checkpoints, self.signals = folder, folder / "checkpoints", signals
+        self.state = {"seconds": 0.0, "units": 0, "best": None}
+        self.log = []
+
+    def run(self, checkpoint: Path | None) -> dict | None:
+        arguments, accelerator = self.arguments, self.accelerator
+        start = self._build(checkpoint)
+        if checkpoint is None:
+            sentence = self.task.check(self.model)
+            if sentence:
+                accelerator.print(sentence)
+        if arguments.report_to != "none":
+            simple = {name: value for name, value in asdict(arguments).items() if isinstance(value, (int, float, str))}
+            accelerator.init_trackers("logs", config=simple | {"output_dir": self.folder.name})
+        finished = self._steps(start)
+        results = self._finish() if finished else None
+        if arguments.report_to != "none":
+            accelerator.end_training()
+        return results
+
+    def _build(self, checkpoint: Path | None) -> int:
+        arguments, accelerator, model = self.arguments, self.accelerator, self.task.model
+        if checkpoint is not None:
+            model = type(model).from_pretrained(checkpoint)
+            self.state |= {key: value for key, value in read_state(checkpoint).items() if key in self.state}
+        start = 0 if checkpoint is None else read_state(checkpoint)["step"]
+        self._read_log(start)
+        if arguments.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        groups = parameter_groups(model, arguments.weight_decay, arguments.mixture_learning_rate)
+        fused = accelerator.device.type in ("cpu", "cuda") and accelerator.distributed_type.value != "FSDP"
+        model = torch.compile(model) if arguments.torch_compile else model
+        optimizer = torch.optim.AdamW(
+            groups,
+            lr=arguments.learning_rate,
+            betas=(arguments.adam_beta1, arguments.adam_beta2),
+            fused=fused,
+        )
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        for group in self.optimizer.param_groups:
+            group["peak"] = group["lr"]
+        if checkpoint is not None:
+            load_optimizer(checkpoint, self.model, self.optimizer.optimizer)
+            accelerator.print(f"going on from {checkpoint.name}")
+        return start
+
+    def _batches(self, start: int) -> Iterator[dict]:
+        """Batches from an optimizer step on. Accelerate's own loaders would have to skip what came before."""
+        arguments, accelerator = self.arguments, self.accelerator
+        accumulated = arguments.gradient_accumulation_steps
+        sampler = Batches(
+            self.task,
+            arguments.per_device_train_batch_size,
+            start * accumulated,
+            arguments.max_steps * accumulated,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        loader = DataLoader(
+            self.task.train_dataset,
+            batch_sampler=sampler,
+            num_workers=arguments.num_workers,
+            pin_memory=accelerator.device.type == "cuda",
+            collate_fn=self.task.collate,
+        )
+        for batch in loader:
+            yield {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
+
+    def _steps(self, start: int) -> bool:
+        arguments, accelerator = self.arguments, self.accelerator
+        batches = self._batches(start)
+        progress = tqdm(
+            initial=start,
+            total=arguments.max_steps,
+            desc="training",
+            unit="step",
+            dynamic_ncols=True,
+            disable=not accelerator.is_main_process,
+        )
+        saved_at = time.monotonic()
+        units, seconds, validation = 0, 0.0, {}
+        self.model.train()
+        for step in range(start, arguments.max_steps):
+            began = time.perf_counter()
+            loss, norm, new_units = self._step(step, batches)
+            took = time.perf_counter() - began
+            self.state["seconds"] += took
+            self.state["units"] += new_units
+            units, seconds = units + new_units, seconds + took
+            done = step + 1
+            line = {"step": done, self.task.unit: self.state["units"], "loss": loss, "grad_norm": norm}
+            self.log.append(line | {"rate": arguments.rate(step)})
+            shown = {"loss": f"{loss:.3f}", f"{self.task.unit}/s": f"{units / seconds:,.0f}"} | validation
+            progress.set_postfix(shown, refresh=False)
+            progress.update()
+            is_last = done == arguments.max_steps
+            if arguments.report_to != "none" and (done % arguments.logging_steps == 0 or is_last):
+                accelerator.log(
+                    {"train/loss": loss, "train/grad_norm": norm, "train/rate": arguments.rate(step)}, done
+                )
+            is_best = False
+            if done % arguments.eval_steps == 0 or is_last:
+                is_best = self._evaluate(done, progress)
+                validation = {self.task.metric: f"{self.log[-1]['evaluation'][self.task.metric]:.4g}"}
+            late = time.monotonic() - saved_at > 60 * arguments.checkpointing_minutes
+            stop, late = self._agree(done, self.signals.received > 0, late)
+            if is_best or is_last or stop or late or done % arguments.checkpointing_steps == 0:
+                self._save(done)
+                saved_at = time.monotonic()
+            if stop and not is_last:
+                progress.close()
+                self._say_goodbye(done)
+                return False
+        progress.close()
+        return True
+
+    def _step(self, step: int, batches: Iterator[dict]) -> tuple[float, float, int]:
+        """One optimizer step; returns loss, gradient norm and units, of all processes."""
+        arguments, accelerator, model, optimizer = self.arguments, self.accelerator, self.model, self.optimizer
+        # Dropout is to be the same whether the run came here at once or from a checkpoint.
+        torch.manual_seed((arguments.seed * 1_000_003 + step) * 4096 + accelerator.process_index)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * arguments.rate(step)
+        total, units, norm = 0.0, 0, None
+        for _ in range(arguments.gradient_accumulation_steps):
+            batch = next(batches)
+            with accelerator.accumulate(model):
+                loss = self.task.loss(model, batch)
+                accelerator.backward(loss)
+                total = total + loss.detach() / arguments.gradient_accumulation_steps
+                units += self.task.units(batch) * accelerator.num_processes
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), arguments.max_grad_norm or math.inf)
+                    total = accelerator.reduce(total, "mean")
+                    numbers = torch.stack([total.float(), torch.as_tensor(norm).to(total.device).float()]).tolist()
+                    # With fp16 a step whose gradients overflow is left out, and the scale goes down.
+                    if not math.isfinite(numbers[0]) or (accelerator.scaler is None and not math.isfinite(numbers[1])):
+                        self._refuse_non_finite(step + 1, *numbers)
+                optimizer.step()
+                optimizer.zero_grad()
+        return numbers[0], numbers[1], units
+
+    def _refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
+        norms = {
+            name: parameter.detach().float().norm().item()
+            for name, parameter in unwrap(self.model).named_parameters()
+            if parameter.dim() > 1
+        }
+        largest = sorted(norms.items(), key=lambda pair: -pair[1] if math.isfinite(pair[1]) else -math.inf)[:3]
+        steps = checkpoint_steps(self.checkpoints)
+        good = f"The last good checkpoint is {steps[max(steps)]}" if steps else "There is no checkpoint yet"
+        raise SystemExit(
+            f"Step {step}: the loss is {loss} and the norm of its gradient {norm}; the weights before it have norms "
+            f"up to {', '.join(f'{value:.3g} ({name})' for name, value in largest)}. {good}; nothing was written. "
+            f"A lower --learning_rate or --max_grad_norm, or more --warmup_steps, may help."
+        )
+
+    def _agree(self, step: int, *flags: bool) -> list[bool]:
+        """What any process wants, all do."""
+        if self.accelerator.num_processes == 1:
+            return list(flags)
+        # Asking takes time: every few steps is often enough.
+        if step % 8 and step != self.arguments.max_steps:
+            return [False] * len(flags)
+        wanted = torch.tensor(flags, dtype=torch.float32, device=self.accelerator.device)
+        return (self.accelerator.reduce(wanted, "sum") > 0).tolist()
+
+    def _evaluate(self, step: int, progress) -> bool:
+        progress.set_postfix_str("evaluating")
+        self.model.eval()
+        with torch.no_grad():
+            figures = self.task.evaluate(self.model, self.accelerator)
+            health = self.task.health(self.model)
+        self.model.train()
+        value, best = figures[self.task.metric], self.state["best"]
+        line = {"step": step, self.task.unit: self.state["units"], "seconds": self.state["seconds"]}
+        self.log.append(line | {"evaluation": figures, "mixture": health})
+        if self.arguments.report_to != "none":
+            named = {f"validation/{name}": x for name, x in figures.items()}
+            self.accelerator.log(named | {f"mixture/{name}": x for name, x in health.items()}, step)
+        if best is not None and (value <= best["value"] if self.task.greater_is_better else value >= best["value"]):
+            return False
+        self.state["best"] = {"step": step, "value": value}
+        return True
+
+    def _save(self, step: int) -> None:
+        accelerator = self.accelerator
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            try:
+                self._write_log()
+            except OSError as error:
+                raise SystemExit(cannot_write(self.folder, error)) from None
+        state = self.state | {"arguments": _portable(self.arguments, accelerator)}
+        save_checkpoint(
+            self.checkpoints,
+            step,
+            self.model,
+            self.optimizer.optimizer,
+            state,
+            accelerator.is_main_process,
+            self.task.tokenizer,
+        )
+        if accelerator.is_main_process:
+            best = self.state["best"]
+            prune(self.checkpoints, self.arguments.checkpoints_kept, best and best["step"])
+
+    def _write_log(self) -> None:
+        write_text(self.folder / "log.jsonl", "".join(json.dumps(line) + "\n" for line in self.log))
+
+    def _read_log(self, step: int) -> None:
+        path = self.folder / "log.jsonl"
+        if step and path.exists():
+            lines = (json.loads(line) for line in path.read_text().splitlines())
+            self.log = [line for line in lines if line["step"] <= step]
+
+    def _say_goodbye(self, step: int) -> None:
+        name = signal.Signals(self.signals.received).name if self.signals.received else "a signal"
+        self.accelerator.print(
+            f"{name}: saved step {step} and left. --resume_from_checkpoint latest goes on from there."
+        )
+
+    def _finish(self) -> dict:
+        """Put the best weights into the output folder, and what came of the run beside them."""
+        arguments, accelerator = self.arguments, self.accelerator
+        best = self.checkpoints / f"step_{self.state['best']['step']:08d}"
+        accelerator.wait_for_everyone()
+        model = type(unwrap(self.model)).from_pretrained(best).to(accelerator.device).eval()
+        with torch.no_grad():
+            test = self.task.test(model, accelerator)
+        evaluations = [line for line in self.log if "evaluation" in line]
+        at_best = next(line for line in evaluations if line["step"] == self.state["best"]["step"])
+        units = self.state["units"]
+        results = {
+            "task": type(self.task).__name__,
+            "best_step": self.state["best"]["step"],
+            "validation": at_best["evaluation"],
+            "last_validation": evaluations[-1]["evaluation"],
+            "test": test,
+            "mixture": at_best["mixture"],
+            "parameters": self.parameters,
+            self.task.unit: units,
+            "seconds": self.state["seconds"],
+            f"{self.task.unit}_per_second": units / self.state["seconds"],
+            "processes": accelerator.num_processes,
+            "device": accelerator.device.type,
+            "mixed_precision": accelerator.mixed_precision,
+            "arguments": asdict(arguments) | {"output_dir": self.folder.name},
+            "versions": versions(),
+            **self.task.description,
+        }
+        if accelerator.is_main_process:
+            try:
+                for path in best.iterdir():
+                    if path.name not in ("optimizer.safetensors", "state.json"):
+                        aside = self.folder / (path.name + PART)
+                        shutil.copyfile(path, aside)
+                        os.replace(aside, self.folder / path.name)
+                plot_log(self.log, self.task, self.folder / "loss.png")
+                write_json(self.folder / "results.json", results)
+            except OSError as error:
+                raise SystemExit(cannot_write(self.folder, error)) from None
+        accelerator.wait_for_everyone()
+        return results
+
+
+def plot_log(log: list[dict], task: Task, path: Path) -> None:
+    """Training loss, smoothed, and the validation metric against tokens or examples."""
+    pyplot.switch_backend("Agg")
+    steps = [line for line in log if "loss" in line]
+    evaluations = [line for line in log if "evaluation" in line]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    smooth, value = [], None
+    for line in steps:
+        value = line["loss"] if value is None else 0.95 * value + 0.05 * line["loss"]
+        smooth.append(value)
+    units = [line[task.unit] for line in steps]
+    left.plot(units, [line["loss"] for line in steps], color="0.8", linewidth=0.8, label="each step")
+    left.plot(units, smooth, color="#0072b2", label="smoothed")
+    left.set(title="Training loss", xlabel=task.unit, ylabel="loss")
+    left.legend()
+    values = [line["evaluation"][task.metric] for line in evaluations]
+    right.plot([line[task.unit] for line in evaluations], values, "o-", color="#d55e00")
+    right.set(title=f"Validation {task.metric.replace('_', ' ')}", xlabel=task.unit)
+    if not task.greater_is_better:
+        right.set_yscale("log")
+    write_figure(path, figure)
+
+
+def versions() -> dict:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+    }

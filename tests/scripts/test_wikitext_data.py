@@ -1,0 +1,178 @@
+"""Text from files, tokenised, as blocks in which every token is predicted exactly once."""
+
+import json
+
+import pytest
+import torch
+from data.wikitext import TITLE, Blocks, load_text, load_tokenizer, tokenize, train_tokenizer
+from datasets import Dataset
+
+
+LINES = [
+    " \n",
+    " = First = \n",
+    " \n",
+    " Some words . \n",
+    " = = Section = = \n",
+    " More . \n",
+    " = Second one = \n",
+    " End \n",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(LINES * 4, 270)
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Datasets cached in a folder of the test."""
+    return str(tmp_path / "cache")
+
+
+def ids_of(blocks):
+    return [token for block in blocks for token in block["labels"].tolist() if token != -100]
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("block_size", [2, 3, 7, 64])
+@pytest.mark.parametrize("lengths", [[5, 0, 1, 9, 30], [70], [1, 1, 1, 61, 8]])
+def test_every_token_is_predicted_once(lengths, block_size, train):
+    tokens = iter(range(1, 1000))
+    rows = [[0, *(next(tokens) for _ in range(length))] for length in lengths]
+    dataset = Dataset.from_dict({"input_ids": rows})
+    stream = [token for row in rows for token in row]
+    if train and len(stream) - 1 < block_size:
+        with pytest.raises(SystemExit, match=f"--block_size {block_size} is longer"):
+            Blocks(dataset, block_size, 0, train=True)
+        return
+    blocks = Blocks(dataset, block_size, 0, train=train)
+    assert blocks.num_targets == len(stream) - 1
+    for block in (blocks[i] for i in range(len(blocks))):
+        assert block["input_ids"].shape == block["labels"].shape == (block_size,)
+        real = block["labels"] != -100
+        assert torch.equal(block["input_ids"][1:][real[:-1]][: real.sum() - 1], block["labels"][real][:-1])
+    labels = ids_of(blocks[i] for i in range(len(blocks)))
+    if train:
+        # The last block reaches back, so that it is whole: nothing is lost, and nothing but its beginning comes twice.
+        assert labels[: len(labels) - block_size] == stream[1:][: len(labels) - block_size]
+        assert labels[-block_size:] == stream[-block_size:]
+        assert all((blocks[i]["labels"] != -100).all() for i in range(len(blocks)))
+    else:
+        assert labels == stream[1:]
+
+
+def test_a_stream_without_a_document_start_gets_one():
+    blocks = Blocks(Dataset.from_dict({"input_ids": [[5, 6], [7]]}), 4, 0)
+    assert blocks[0]["input_ids"].tolist() == [0, 5, 6, 0] and blocks[0]["labels"].tolist() == [5, 6, 7, -100]
+
+
+def test_blocks_over_many_parts():
+    """A table in several pieces, as `datasets` makes of large ones."""
+    from datasets import concatenate_datasets
+
+    pieces = [Dataset.from_dict({"input_ids": [[i] * (i % 3 + 1)]}) for i in range(20)]
+    blocks = Blocks(concatenate_datasets(pieces), 6, 0)
+    expected = [i for i in range(20) for _ in range(i % 3 + 1)]
+    assert len(blocks.parts) > 1 and ids_of(blocks[i] for i in range(len(blocks))) == expected[1:]
+
+
+@pytest.mark.parametrize(
+    "line, is_title",
+    [
+        (" = Valkyria Chronicles III = \n", True),
+        ("= A =", True),
+        (" = = Gameplay = = \n", False),
+        (" = = = Deep = = = \n", False),
+        (" a = b = c \n", False),
+        ("", False),
+        (" \n", False),
+    ],
+)
+def test_titles(line, is_title):
+    assert bool(TITLE.match(line)) == is_title
+
+
+def test_documents_begin_at_titles_or_rows(tokenizer, cached):
+    rows = Dataset.from_dict({"text": LINES})
+    end = tokenizer.eos_token_id
+    by_title = tokenize(rows, tokenizer, by_title=True)["input_ids"]
+    assert [row[:1] == [end] for row in by_title] == [bool(TITLE.match(line)) for line in LINES]
+    assert "".join(tokenizer.decode([i for i in row if i != end]) for row in by_title) == "".join(LINES)
+    by_row = tokenize(rows, tokenizer, by_title=False)["input_ids"]
+    assert all(row[0] == end for row in by_row)
+
+
+def test_many_processes_give_the_same(tokenizer):
+    rows = Dataset.from_dict({"text": [f"row {i} " for i in range(2500)]})
+    one, two = (tokenize(rows, tokenizer, False, num_proc) for num_proc in (1, 2))
+    assert one["input_ids"] == two["input_ids"]
+
+
+def write(folder, kind):
+    folder.mkdir()
+    texts = {"train": ["one\n", "two\n"], "valid": ["three\n"], "test": ["four\n"]}
+    for split, rows in texts.items():
+        if kind == "tokens":
+            (folder / f"wiki.{split}.tokens").write_text("".join(rows))
+        elif kind == "txt":
+            (folder / f"{split}.txt").write_text("".join(rows))
+        elif kind == "jsonl":
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        else:
+            Dataset.from_dict({"text": rows, "label": [0] * len(rows)}).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["tokens", "txt", "jsonl", "parquet"])
+def test_local_folders(kind, tmp_path, cached):
+    splits, by_title = load_text(str(write(tmp_path / kind, kind)), cache_dir=cached)
+    assert {name: list(rows["text"]) for name, rows in splits.items()} == {
+        "train": ["one\n", "two\n"],
+        "validation": ["three\n"],
+        "test": ["four\n"],
+    }
+    assert by_title == (kind in ("tokens", "txt"))
+
+
+def test_named_files_and_another_column(tmp_path, cached):
+    Dataset.from_dict({"body": ["a", "b"]}).to_parquet(tmp_path / "mine.parquet")
+    files = {"train": str(tmp_path / "mine.parquet")}
+    splits, _ = load_text(column="body", files=files, cache_dir=cached)
+    assert list(splits["train"]["text"]) == ["a", "b"]
+    with pytest.raises(SystemExit, match=r"'text' is not in the train split.*body"):
+        load_text(files=files, cache_dir=cached)
+
+
+def test_what_is_not_there_is_said(tmp_path, cached, monkeypatch):
+    with pytest.raises(SystemExit, match="There is no file"):
+        load_text(files={"train": str(tmp_path / "none.txt")})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match="no files named after a split"):
+        load_text(str(tmp_path / "empty"))
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.parquet").write_bytes(b"x")
+    with pytest.raises(SystemExit, match="of one kind"):
+        load_text(files={"train": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.parquet")})
+
+
+def test_without_a_network_the_error_says_what_to_do(monkeypatch, cached):
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("data.wikitext.load_dataset", offline)
+    with pytest.raises(SystemExit, match=r"'Salesforce/wikitext' \(wikitext-103-raw-v1\)(.|\n)*--train_file"):
+        load_text()
+    monkeypatch.setattr("data.wikitext.AutoTokenizer.from_pretrained", offline)
+    with pytest.raises(SystemExit, match=r"'gpt2' could not be loaded(.|\n)*--train_tokenizer"):
+        load_tokenizer("gpt2")
+
+
+def test_gpt2_files_alone_are_a_tokenizer(tmp_path, tokenizer):
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    loaded = load_tokenizer(str(tmp_path))
+    text = "Some words . More ."
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"] and loaded.eos_token_id == tokenizer.eos_token_id
