@@ -21,7 +21,7 @@ class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self._is_narrow(input):
             return super().forward(input)
-        parts = max(2, torch.get_num_threads())
+        parts = min(max(2, torch.get_num_threads()), self.out_features)
         whole = self.out_features - self.out_features % parts
         columns = input.reshape(-1, self.in_features).mT
         weights = self.weight[:whole].view(parts, -1, self.in_features)

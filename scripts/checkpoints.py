@@ -50,6 +50,9 @@ def save_checkpoint(folder: Path, step: int, model, optimizer, state: dict, is_m
     if not is_main:
         return
     final = folder / f"step_{step:08d}"
+    if (final / "state.json").is_file():
+        # Of a run that went on from an older one: a step comes out the same each time.
+        return
     aside = folder / (final.name + PART)
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -61,11 +64,10 @@ def save_checkpoint(folder: Path, step: int, model, optimizer, state: dict, is_m
         write_json(aside / "state.json", {"step": step} | state)
         for path in aside.iterdir():
             _sync(path)
-        # One of this step from before has the same content.
-        shutil.rmtree(final, ignore_errors=True)
         os.replace(aside, final)
         _sync(folder)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
+        # The libraries that write have exceptions of their own for a full disk.
         shutil.rmtree(aside, ignore_errors=True)
         raise SystemExit(cannot_write(folder, error)) from error
 
@@ -74,7 +76,8 @@ def load_optimizer(checkpoint: Path, model, optimizer) -> None:
     """Give a fresh optimizer the moments it had at a checkpoint."""
     state = get_optimizer_state_dict(model, optimizer)
     saved = load_file(checkpoint / "optimizer.safetensors")
-    different = sorted(set(_flat(state["state"])) ^ set(saved))
+    expected = {f"{name}/{moment}" for name, of_one in state["state"].items() for moment in of_one}
+    different = sorted(expected ^ set(saved))
     if different:
         raise SystemExit(f"{checkpoint} is of another model or optimizer: {', '.join(different[:3])} do not fit.")
     state["state"] = {}
@@ -121,8 +124,7 @@ def cannot_write(folder: Path, error: BaseException) -> str:
         errno.EDQUOT: "the quota is used up",
     }
     reason = reasons.get(getattr(error, "errno", None))
-    # The safetensors library has its own errors, with the system's words inside.
-    if reason is None and "os error 28" in str(error).lower():
+    if reason is None and any(words in str(error) for words in ("os error 28", "No space left", "StorageFull")):
         reason = reasons[errno.ENOSPC]
     return f"{folder} cannot be written: {reason or error}. Checkpoints that were there are as they were."
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -93,7 +93,7 @@ def train_all(arguments, passed_on: list[str], folder: Path) -> list[dict]:
             )
             command += [arguments.config] if arguments.config else []
             command += [*passed_on, *system_flags(system), "--seed", str(seed), "--output_dir", str(output)]
-            code = subprocess.run([*command, "--resume_from_checkpoint", "latest"]).returncode
+            code = wait_for(subprocess.Popen([*command, "--resume_from_checkpoint", "latest"]))
             if code or not results.exists():
                 how = f"with code {code}" if code else "early"
                 raise SystemExit(
@@ -116,6 +116,7 @@ def train_all(arguments, passed_on: list[str], folder: Path) -> list[dict]:
             "arguments",
             "versions",
         )
+        refuse_other_protocols(found, content, system)
         found.append(
             {"system": system, "seed": seed, "perplexity": content["validation"]["perplexity"], "curve": curve}
             | {name: content[name] for name in (*kept, "train_tokens", "validation_tokens", "vocab_size")}
@@ -123,6 +124,36 @@ def train_all(arguments, passed_on: list[str], folder: Path) -> list[dict]:
         write_json(folder / "comparison.json", found)
         write_report(found, folder)
     return found
+
+
+def wait_for(process: subprocess.Popen) -> int:
+    """The end of a run. What asks us to stop asks it: it saves, and then both leave."""
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            print("\nsaving; interrupt again to leave at once", flush=True)
+
+
+def refuse_other_protocols(found: list[dict], content: dict, system: str) -> None:
+    """Runs in one table differ in their systems and seeds, and in nothing else."""
+    if not found:
+        return
+    own = {"mixer", "seed", "output_dir", "num_components", "forget_gate", "position_embedding_type"}
+    own |= {"resume_from_checkpoint", "bare_steps"}
+    own |= {
+        setting.partition("=")[0] for run in [*found, {"system": system}] for setting in run["system"].split("@")[1:]
+    }
+    before, now = found[0]["arguments"], content["arguments"]
+    different = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    different = [name for name in different if name not in own]
+    if different:
+        name = different[0]
+        raise SystemExit(
+            f"{system} was trained with {name} = {now.get(name)}, {found[0]['system']} with {before.get(name)}: "
+            f"they cannot stand in one table. Name another --output_dir, or remove the runs that are no longer wanted."
+        )
 
 
 def write_report(runs: list[dict], folder: Path) -> None:
@@ -212,6 +243,8 @@ def main() -> None:
     if arguments.config and not Path(arguments.config).is_file():
         parser.error(f"{arguments.config} is not a file.")
     if arguments.report_only:
+        if not (folder / "comparison.json").is_file():
+            parser.error(f"{folder} has no comparison.json.")
         runs = json.loads((folder / "comparison.json").read_text())
         write_report(runs, folder)
     else:
@@ -228,22 +261,27 @@ def shared_tokenizer(arguments, passed_on: list[str], folder: Path) -> list[str]
     """Flags with a tokenizer trained once in place of --train_tokenizer."""
     from data.wikitext import load_text, train_tokenizer
 
-    settings = yaml.safe_load(Path(arguments.config).read_text()) if arguments.config else {}
+    settings = (yaml.safe_load(Path(arguments.config).read_text()) if arguments.config else None) or {}
     flags = argparse.ArgumentParser(add_help=False)
     for name in ("dataset_name", "dataset_config_name", "train_file", "text_column", "cache_dir", "train_tokenizer"):
         flags.add_argument(f"--{name}", default=settings.get(name))
-    given, _ = flags.parse_known_args(passed_on)
-    if not given.train_tokenizer:
+    given = vars(flags.parse_known_args(passed_on)[0])
+    if not given["train_tokenizer"]:
         return passed_on
-    if not (folder / "tokenizer" / "tokenizer.json").exists():
-        files = {"train": given.train_file} if given.train_file else None
-        options = {"column": given.text_column or "text", "files": files, "cache_dir": given.cache_dir}
-        name = given.dataset_name or "Salesforce/wikitext"
-        splits, _ = load_text(name, given.dataset_config_name, **options)
-        tokenizer = train_tokenizer((row["text"] for row in splits["train"]), int(given.train_tokenizer), True)
-        tokenizer.save_pretrained(folder / "tokenizer.part")
-        os.replace(folder / "tokenizer.part", folder / "tokenizer")
-    return [*passed_on, "--train_tokenizer", "0", "--tokenizer_name", str(folder / "tokenizer")]
+    cache_dir = given.pop("cache_dir")
+    made_from = {name: value and str(value) for name, value in given.items()}
+    path, record = folder / "tokenizer", folder / "tokenizer.json"
+    if record.exists() and json.loads(record.read_text()) != made_from:
+        raise SystemExit(f"{path} was trained otherwise ({record.read_text().strip()}); name another --output_dir.")
+    if not record.exists():
+        name = given["dataset_name"] or "Salesforce/wikitext"
+        config = given["dataset_config_name"] or ("wikitext-103-raw-v1" if name == "Salesforce/wikitext" else None)
+        files = {"train": given["train_file"]} if given["train_file"] else None
+        splits = load_text(name, config, given["text_column"] or "text", files, cache_dir)
+        texts = (row["text"] for row in splits["train"])
+        train_tokenizer(texts, int(given["train_tokenizer"]), show_progress=True).save_pretrained(path)
+        write_json(record, made_from)
+    return [*passed_on, "--train_tokenizer", "0", "--tokenizer_name", str(path)]
 
 
 if __name__ == "__main__":

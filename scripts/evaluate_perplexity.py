@@ -54,8 +54,9 @@ class Arguments:
     def __post_init__(self):
         if self.window is not None and self.window < 2:
             raise ValueError(f"--window must be at least 2, got {self.window}.")
-        if self.stride is not None and not 0 < self.stride <= (self.window or math.inf):
-            raise ValueError(f"--stride must be from 1 to --window, got {self.stride}.")
+        for name in ("stride", "max_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
         if self.per_text and self.stride is not None:
             raise ValueError("--stride has no meaning with --per_text.")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -117,6 +118,10 @@ def text_perplexities(model, tokenizer, texts: list[str], window: int, batch_siz
     return found
 
 
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))
+
+
 def main() -> None:
     arguments = parse(Arguments, __doc__)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -129,7 +134,7 @@ def main() -> None:
     if len(tokenizer) > model.config.vocab_size:
         raise SystemExit(f"The tokenizer has {len(tokenizer)} entries, the model {model.config.vocab_size}.")
     files = {arguments.split: arguments.text_file} if arguments.text_file else None
-    splits, by_title = load_text(arguments.dataset_name, arguments.dataset_config_name, arguments.text_column, files)
+    splits = load_text(arguments.dataset_name, arguments.dataset_config_name, arguments.text_column, files)
     if arguments.split not in splits:
         raise SystemExit(f"--split {arguments.split!r} is not there; there are {', '.join(splits)}.")
     rows = splits[arguments.split]
@@ -139,23 +144,27 @@ def main() -> None:
     window = arguments.window or getattr(model.config, "max_position_embeddings", None) or 1024
     if limit is not None and window > limit:
         raise SystemExit(f"--window {window} is more than the model's {limit} positions.")
+    if arguments.stride is not None and arguments.stride > window:
+        raise SystemExit(f"--stride {arguments.stride} is more than the window of {window}: tokens would be left out.")
     results = {"model": Path(arguments.model_name_or_path).name, "split": arguments.split, "window": window}
     if arguments.per_text:
         texts = [text for text in rows["text"] if text and text.strip()]
+        if not texts:
+            raise SystemExit("There is no text to evaluate on.")
         found = text_perplexities(model, tokenizer, texts, window, arguments.per_device_eval_batch_size)
         results |= {"texts": len(found), "mean_perplexity": sum(found) / len(found)}
     else:
-        tokens = Blocks(tokenize(rows, tokenizer, by_title), window, tokenizer.eos_token_id)
+        tokens = Blocks(tokenize(rows, tokenizer), window, tokenizer.eos_token_id)
         total_targets = tokens.num_targets
         if arguments.max_tokens is not None:
             tokens.num_targets = min(tokens.num_targets, arguments.max_tokens)
         stride = arguments.stride or window
         total, count = stream_losses(model, tokens, window, stride, arguments.per_device_eval_batch_size)
-        results |= {"stride": stride, "tokens": count, "loss": total / count, "perplexity": math.exp(total / count)}
+        results |= {"stride": stride, "tokens": count, "loss": total / count, "perplexity": _exp(total / count)}
         if tokens.num_targets == total_targets:
             size = sum(len(text.encode()) for text in rows["text"] if text)
             words = sum(len(text.split()) for text in rows["text"] if text)
-            results |= {"bits_per_byte": total / math.log(2) / size, "word_perplexity": math.exp(total / words)}
+            results |= {"bits_per_byte": total / math.log(2) / size, "word_perplexity": _exp(total / max(words, 1))}
     print(json.dumps(results, indent=1))
     if arguments.output_file:
         path = Path(arguments.output_file).expanduser().resolve()

@@ -339,7 +339,7 @@ def measure_speed(arguments: Arguments, direction: str, length: int, seconds_bef
     for repetition in range(-1, arguments.repetitions):
         # The first round warms up.
         turn = repetition % len(running) if running else 0
-        for row, _, block, x, times in running[turn:] + running[:turn]:
+        for row, system, block, x, times in running[turn:] + running[:turn]:
             spent = sum(times["forward"]) + sum(times["train"])
             if row["status"] != "ok" or (len(times["train"]) >= 3 and spent > arguments.seconds):
                 continue
@@ -350,6 +350,9 @@ def measure_speed(arguments: Arguments, direction: str, length: int, seconds_bef
             except Exception as error:
                 row["status"] = what_went_wrong(error)
             gc.collect()
+            if system.memory_needed(batch, length, hidden_size, heads) > 2**32:
+                # What it leaves behind in pieces is of no use to the next.
+                return_memory(device)
         for row, system, block, *_ in running:
             if row["status"] == "ok":
                 for products, dtype in system_products(system, block, row, hidden_size, heads, train=True):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 # Threads that wait for work sleep: on shared cores, spinning ones slow each other down many times over.
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, Subset
 from training import LoopArguments, Task, train
 from transformers.utils import logging
 
-from baselines import MIXERS, build_twin
+from baselines import MIXERS, build_twin, twin_config
 from modeling_gma import GMAConfig
 from modeling_gma.diagnostics import mixture_health
 from modeling_gma.mixture import GaussianMixture
@@ -88,7 +89,7 @@ class Arguments(LoopArguments):
         if self.dataset_config_name is None and self.dataset_name == "Salesforce/wikitext":
             self.dataset_config_name = "wikitext-103-raw-v1"
         try:
-            self.config(vocab_size=257)
+            twin_config(self.config(vocab_size=257), self.mixer)
         except Exception as error:
             raise ValueError(str(error.__cause__ or error)) from None
 
@@ -112,9 +113,9 @@ class LanguageModelling(Task):
     def __init__(self, arguments: Arguments, accelerator: Accelerator):
         self.arguments, self.accelerator = arguments, accelerator
         files = {"train": arguments.train_file, "validation": arguments.validation_file}
-        # One process downloads, trains the tokenizer and tokenises; the others find it in the cache.
+        # One process downloads and tokenises; the others find it in the cache.
         with accelerator.main_process_first():
-            splits, by_title = load_text(
+            splits = load_text(
                 arguments.dataset_name,
                 arguments.dataset_config_name,
                 arguments.text_column,
@@ -124,13 +125,10 @@ class LanguageModelling(Task):
             for split in ("train", "validation"):
                 if split not in splits:
                     raise SystemExit(f"The data has no {split} split; it has {', '.join(splits)}.")
-            if arguments.train_tokenizer:
-                texts = (row["text"] for row in splits["train"])
-                self.tokenizer = train_tokenizer(texts, arguments.train_tokenizer, accelerator.is_main_process)
-            else:
-                self.tokenizer = load_tokenizer(arguments.tokenizer_name)
+        self.tokenizer = self._tokenizer(splits["train"])
+        with accelerator.main_process_first():
             tokens = {
-                split: tokenize(splits[split], self.tokenizer, by_title, arguments.preprocessing_num_workers)
+                split: tokenize(splits[split], self.tokenizer, arguments.preprocessing_num_workers)
                 for split in ("train", "validation")
             }
         end = self.tokenizer.eos_token_id
@@ -140,6 +138,7 @@ class LanguageModelling(Task):
             "train_tokens": self.train_dataset.num_targets,
             "validation_tokens": self.validation.num_targets,
             "vocab_size": len(self.tokenizer),
+            "checksums": [self.train_dataset.checksum(), self.validation.checksum()],
         }
         set_seed(arguments.seed)
         config = arguments.config(
@@ -159,6 +158,17 @@ class LanguageModelling(Task):
             f"{self.train_dataset.num_targets:,} tokens to train on, {self.validation.num_targets:,} to validate"
         )
 
+    def _tokenizer(self, rows):
+        arguments, accelerator = self.arguments, self.accelerator
+        if not arguments.train_tokenizer:
+            return load_tokenizer(arguments.tokenizer_name)
+        folder = Path(arguments.output_dir).expanduser() / "checkpoints" / "tokenizer"
+        if accelerator.is_main_process:
+            texts = (row["text"] for row in rows)
+            train_tokenizer(texts, arguments.train_tokenizer, show_progress=True).save_pretrained(folder)
+        accelerator.wait_for_everyone()
+        return load_tokenizer(str(folder))
+
     def order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.arguments.seed * 1_000_003 + epoch)
         return torch.randperm(len(self.train_dataset), generator=generator).tolist()
@@ -177,7 +187,7 @@ class LanguageModelling(Task):
 
     def check(self, model) -> str:
         error = prefix_error(model, self.train_dataset[0]["input_ids"].unsqueeze(0))
-        if error > 0:
+        if error != 0:
             raise SystemExit(f"The model is not causal: later tokens change earlier logits by {error:.2g}.")
         return "prefix check: later tokens change earlier logits by exactly 0"
 

@@ -7,21 +7,27 @@ checkpoint ends with the weights of one that was not, bit for bit.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import platform
 import shutil
 import signal
+import statistics
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import accelerate
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import broadcast
 from checkpoints import (
     cannot_write,
     checkpoint_steps,
@@ -34,10 +40,16 @@ from checkpoints import (
 )
 from files import PART, write_figure, write_json, write_text
 from matplotlib import pyplot
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
 from tqdm.auto import tqdm
 
 from modeling_gma import parameter_groups
+
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 
 # Arguments that another process may have otherwise and still go on with the same run.
@@ -49,7 +61,9 @@ FREE = {
     "checkpointing_minutes",
     "checkpoints_kept",
     "report_to",
+    "bare_steps",
     "num_workers",
+    "preprocessing_num_workers",
     "per_device_eval_batch_size",
     "cache_dir",
 }
@@ -97,11 +111,15 @@ class LoopArguments:
         metadata={"help": '"latest", which begins anew where there is none, or the folder of a checkpoint.'},
     )
     report_to: str = field(default="none", metadata={"help": "Tracker: tensorboard, wandb, .., all or none."})
+    bare_steps: int = field(
+        default=0,
+        metadata={"help": "After each of so many steps, time the bare model's forward, backward and AdamW step too."},
+    )
 
     def __post_init__(self):
         least = {"max_steps": 1, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "num_workers": 0}
         least |= {"gradient_accumulation_steps": 1, "logging_steps": 1, "eval_steps": 1, "checkpointing_steps": 1}
-        least |= {"checkpoints_kept": 1, "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0}
+        least |= {"checkpoints_kept": 1, "warmup_steps": 0, "bare_steps": 0, "weight_decay": 0, "max_grad_norm": 0}
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
@@ -112,8 +130,18 @@ class LoopArguments:
                 raise ValueError(f"--{name} must be above 0, got {value}.")
         if not 0 <= self.final_learning_rate <= 1:
             raise ValueError(f"--final_learning_rate must be from 0 to 1, got {self.final_learning_rate}.")
+        if self.mixed_precision is False:
+            # So YAML reads a bare no.
+            self.mixed_precision = "no"
         if self.mixed_precision not in (None, "no", "bf16", "fp16"):
             raise ValueError(f"--mixed_precision must be no, bf16 or fp16, got {self.mixed_precision!r}.")
+        trackers = [] if self.report_to in ("none", "all") else self.report_to.split(",")
+        available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+        for tracker in trackers:
+            if tracker not in LOGGER_TYPE_TO_CLASS:
+                raise ValueError(f"--report_to must be none, all or of {list(LOGGER_TYPE_TO_CLASS)}, got {tracker!r}.")
+            if tracker not in available:
+                raise ValueError(f"--report_to {tracker}: its package is not installed.")
         if self.warmup_steps is None:
             self.warmup_steps = max(self.max_steps // 20, 1)
 
@@ -123,6 +151,8 @@ class LoopArguments:
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             log_with=None if self.report_to == "none" else self.report_to.split(","),
             project_dir=self.output_dir,
+            # The others wait while one process downloads and tokenises.
+            kwargs_handlers=[InitProcessGroupKwargs(backend=None, timeout=timedelta(hours=3))],
         )
 
     def rate(self, step: int) -> float:
@@ -226,29 +256,48 @@ def train(make_task, arguments: LoopArguments, accelerator: Accelerator) -> dict
     """
     folder = Path(arguments.output_dir).expanduser().resolve()
     # First of all: whether the results can be written should not turn out after hours of preparing data.
-    checkpoint = prepare_folder(arguments, accelerator)
-    if (folder / "results.json").exists():
-        accelerator.print(f"{folder} is finished; results.json has what came of it.")
-        return json.loads((folder / "results.json").read_text())
-    task = make_task(arguments, accelerator)
-    if checkpoint is not None:
-        _refuse_other_arguments(checkpoint, arguments, accelerator)
-    with Signals() as signals:
-        return _Loop(task, arguments, accelerator, folder, signals).run(checkpoint)
+    with Lock(folder) if accelerator.is_main_process else nullcontext():
+        checkpoint = prepare_folder(arguments, accelerator)
+        if (folder / "results.json").exists():
+            accelerator.print(f"{folder} is finished; results.json has what came of it.")
+            return json.loads((folder / "results.json").read_text())
+        task = make_task(arguments, accelerator)
+        if checkpoint is not None:
+            _refuse_other_run(checkpoint, task, arguments, accelerator)
+        with Signals() as signals:
+            return _Loop(task, arguments, accelerator, folder, signals).run(checkpoint)
+
+
+class Lock:
+    """A folder that one process at a time trains in; a process that ends in any way lets go of it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.path = folder, folder / ".lock"
+
+    def __enter__(self):
+        try:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "w")
+        except OSError as error:
+            raise SystemExit(cannot_write(self.folder, error)) from None
+        if fcntl is not None:
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise SystemExit(f"Another process is training in {self.folder}; wait for it, or stop it.") from None
+        return self
+
+    def __exit__(self, *_):
+        self.path.unlink(missing_ok=True)
+        self.file.close()
 
 
 def prepare_folder(arguments: LoopArguments, accelerator: Accelerator) -> Path | None:
-    """Make the output folder, or say why not; returns the checkpoint to go on from."""
+    """See that nobody's run is in the way; returns the checkpoint to go on from."""
     folder = Path(arguments.output_dir).expanduser().resolve()
     checkpoints = folder / "checkpoints"
     resume = arguments.resume_from_checkpoint
     if accelerator.is_main_process:
-        try:
-            checkpoints.mkdir(parents=True, exist_ok=True)
-            write_json(folder / ".writable", {})
-            (folder / ".writable").unlink()
-        except OSError as error:
-            raise SystemExit(cannot_write(folder, error)) from None
         steps = checkpoint_steps(checkpoints)
         if resume is None and (steps or (folder / "results.json").exists()):
             where = f"at step {max(steps)}" if steps else "that is finished"
@@ -259,17 +308,28 @@ def prepare_folder(arguments: LoopArguments, accelerator: Accelerator) -> Path |
         remove_parts(folder)
         remove_parts(checkpoints)
     accelerator.wait_for_everyone()
-    steps = checkpoint_steps(checkpoints)
-    if resume is None or (resume == "latest" and not steps):
+    if resume is None:
         return None
-    checkpoint = steps[max(steps)] if resume == "latest" else Path(resume).expanduser().resolve()
-    if not (checkpoint / "state.json").is_file():
-        raise SystemExit(f"--resume_from_checkpoint {resume} is no checkpoint: it has no state.json.")
+    if resume == "latest":
+        # What one process finds, all go on from.
+        found = torch.tensor(max(checkpoint_steps(checkpoints), default=0), device=accelerator.device)
+        step = int(broadcast(found)) if accelerator.num_processes > 1 else int(found)
+        return checkpoints / f"step_{step:08d}" if step else None
+    checkpoint = Path(resume).expanduser().resolve()
+    if checkpoint.parent != checkpoints or not (checkpoint / "state.json").is_file():
+        raise SystemExit(
+            f"--resume_from_checkpoint {resume} is no checkpoint of this run: latest, or a folder in {checkpoints}."
+        )
     return checkpoint
 
 
-def _refuse_other_arguments(checkpoint: Path, arguments: LoopArguments, accelerator: Accelerator) -> None:
-    saved, ours = read_state(checkpoint)["arguments"], _portable(arguments, accelerator)
+def _refuse_other_run(checkpoint: Path, task: Task, arguments: LoopArguments, accelerator: Accelerator) -> None:
+    if not (checkpoint / "state.json").is_file():
+        raise SystemExit(f"{checkpoint} is not to be seen by all processes: they need the same disk.")
+    state = read_state(checkpoint)
+    if state["description"] != json.loads(json.dumps(task.description)):
+        raise SystemExit(f"{checkpoint} was made with other data: {state['description']}, now {task.description}.")
+    saved, ours = state["arguments"], _portable(arguments, accelerator)
     for name in saved.keys() | ours.keys():
         if name not in FREE and saved.get(name) != ours.get(name):
             raise SystemExit(
@@ -291,6 +351,7 @@ class _Loop:
         self.folder, self.checkpoints, self.signals = folder, folder / "checkpoints", signals
         self.state = {"seconds": 0.0, "units": 0, "best": None}
         self.log = []
+        self.bare = None
 
     def run(self, checkpoint: Path | None) -> dict | None:
         arguments, accelerator = self.arguments, self.accelerator
@@ -311,7 +372,7 @@ class _Loop:
     def _build(self, checkpoint: Path | None) -> int:
         arguments, accelerator, model = self.arguments, self.accelerator, self.task.model
         if checkpoint is not None:
-            model = type(model).from_pretrained(checkpoint)
+            model = load_whole(type(model), checkpoint)
             self.state |= {key: value for key, value in read_state(checkpoint).items() if key in self.state}
         start = 0 if checkpoint is None else read_state(checkpoint)["step"]
         self._read_log(start)
@@ -332,6 +393,8 @@ class _Loop:
             group["peak"] = group["lr"]
         if checkpoint is not None:
             load_optimizer(checkpoint, self.model, self.optimizer.optimizer)
+            if accelerator.scaler is not None:
+                accelerator.scaler.load_state_dict(read_state(checkpoint)["scaler"])
             accelerator.print(f"going on from {checkpoint.name}")
         return start
 
@@ -353,6 +416,8 @@ class _Loop:
             num_workers=arguments.num_workers,
             pin_memory=accelerator.device.type == "cuda",
             collate_fn=self.task.collate,
+            # Of its own: a loader draws a number when it begins, which would be one of dropout's.
+            generator=torch.Generator(),
         )
         for batch in loader:
             yield {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
@@ -370,31 +435,33 @@ class _Loop:
         )
         saved_at = time.monotonic()
         units, seconds, validation = 0, 0.0, {}
+        self.bare = BareSteps(self.task, arguments, accelerator) if arguments.bare_steps else None
         self.model.train()
         for step in range(start, arguments.max_steps):
             began = time.perf_counter()
-            loss, norm, new_units = self._step(step, batches)
-            took = time.perf_counter() - began
-            self.state["seconds"] += took
-            self.state["units"] += new_units
-            units, seconds = units + new_units, seconds + took
+            late = time.monotonic() - saved_at > 60 * arguments.checkpointing_minutes
+            loss, norm, new_units, (stop, late) = self._step(step, batches, (self.signals.received > 0, late))
             done = step + 1
+            self.state["units"] += new_units
             line = {"step": done, self.task.unit: self.state["units"], "loss": loss, "grad_norm": norm}
             self.log.append(line | {"rate": arguments.rate(step)})
-            shown = {"loss": f"{loss:.3f}", f"{self.task.unit}/s": f"{units / seconds:,.0f}"} | validation
-            progress.set_postfix(shown, refresh=False)
+            speed = {f"{self.task.unit}/s": f"{units / seconds:,.0f}"} if seconds else {}
+            progress.set_postfix({"loss": f"{loss:.3f}"} | speed | validation, refresh=False)
             progress.update()
             is_last = done == arguments.max_steps
             if arguments.report_to != "none" and (done % arguments.logging_steps == 0 or is_last):
                 accelerator.log(
                     {"train/loss": loss, "train/grad_norm": norm, "train/rate": arguments.rate(step)}, done
                 )
+            took = time.perf_counter() - began
+            self.state["seconds"] += took
+            units, seconds = units + new_units, seconds + took
+            if step - start < arguments.bare_steps:
+                self.bare.measure(took)
             is_best = False
             if done % arguments.eval_steps == 0 or is_last:
                 is_best = self._evaluate(done, progress)
                 validation = {self.task.metric: f"{self.log[-1]['evaluation'][self.task.metric]:.4g}"}
-            late = time.monotonic() - saved_at > 60 * arguments.checkpointing_minutes
-            stop, late = self._agree(done, self.signals.received > 0, late)
             if is_best or is_last or stop or late or done % arguments.checkpointing_steps == 0:
                 self._save(done)
                 saved_at = time.monotonic()
@@ -405,8 +472,8 @@ class _Loop:
         progress.close()
         return True
 
-    def _step(self, step: int, batches: Iterator[dict]) -> tuple[float, float, int]:
-        """One optimizer step; returns loss, gradient norm and units, of all processes."""
+    def _step(self, step: int, batches: Iterator[dict], flags: tuple) -> tuple[float, float, int, list[bool]]:
+        """One optimizer step; returns loss, gradient norm and units of all processes, and flags that any has set."""
         arguments, accelerator, model, optimizer = self.arguments, self.accelerator, self.model, self.optimizer
         # Dropout is to be the same whether the run came here at once or from a checkpoint.
         torch.manual_seed((arguments.seed * 1_000_003 + step) * 4096 + accelerator.process_index)
@@ -422,39 +489,30 @@ class _Loop:
                 units += self.task.units(batch) * accelerator.num_processes
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), arguments.max_grad_norm or math.inf)
-                    total = accelerator.reduce(total, "mean")
-                    numbers = torch.stack([total.float(), torch.as_tensor(norm).to(total.device).float()]).tolist()
+                    asked = torch.tensor([float(flag) for flag in flags], device=total.device)
+                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
+                    norm = norm.to(total.device).reshape(1)
+                    numbers = torch.cat([total.float().reshape(1), norm.float(), asked])
+                    numbers = accelerator.reduce(numbers, "mean").tolist()
                     # With fp16 a step whose gradients overflow is left out, and the scale goes down.
                     if not math.isfinite(numbers[0]) or (accelerator.scaler is None and not math.isfinite(numbers[1])):
-                        self._refuse_non_finite(step + 1, *numbers)
+                        self._refuse_non_finite(f"Step {step + 1}: the loss", *numbers[:2])
                 optimizer.step()
                 optimizer.zero_grad()
-        return numbers[0], numbers[1], units
+        return numbers[0], numbers[1], units, [number > 0 for number in numbers[2:]]
 
-    def _refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
+    def _refuse_non_finite(self, what: str, loss: float, norm: float) -> None:
         norms = {
-            name: parameter.detach().float().norm().item()
-            for name, parameter in unwrap(self.model).named_parameters()
-            if parameter.dim() > 1
+            name: parameter.detach().float().norm().item() for name, parameter in unwrap(self.model).named_parameters()
         }
         largest = sorted(norms.items(), key=lambda pair: -pair[1] if math.isfinite(pair[1]) else -math.inf)[:3]
         steps = checkpoint_steps(self.checkpoints)
         good = f"The last good checkpoint is {steps[max(steps)]}" if steps else "There is no checkpoint yet"
         raise SystemExit(
-            f"Step {step}: the loss is {loss} and the norm of its gradient {norm}; the weights before it have norms "
-            f"up to {', '.join(f'{value:.3g} ({name})' for name, value in largest)}. {good}; nothing was written. "
+            f"{what} is {loss} and the norm of the gradient {norm}; the weights have norms up to "
+            f"{', '.join(f'{value:.3g} ({name})' for name, value in largest)}. {good}; nothing was written. "
             f"A lower --learning_rate or --max_grad_norm, or more --warmup_steps, may help."
         )
-
-    def _agree(self, step: int, *flags: bool) -> list[bool]:
-        """What any process wants, all do."""
-        if self.accelerator.num_processes == 1:
-            return list(flags)
-        # Asking takes time: every few steps is often enough.
-        if step % 8 and step != self.arguments.max_steps:
-            return [False] * len(flags)
-        wanted = torch.tensor(flags, dtype=torch.float32, device=self.accelerator.device)
-        return (self.accelerator.reduce(wanted, "sum") > 0).tolist()
 
     def _evaluate(self, step: int, progress) -> bool:
         progress.set_postfix_str("evaluating")
@@ -464,6 +522,8 @@ class _Loop:
             health = self.task.health(self.model)
         self.model.train()
         value, best = figures[self.task.metric], self.state["best"]
+        if not math.isfinite(value):
+            self._refuse_non_finite(f"Step {step}: validation {self.task.metric}", value, self.log[-1]["grad_norm"])
         line = {"step": step, self.task.unit: self.state["units"], "seconds": self.state["seconds"]}
         self.log.append(line | {"evaluation": figures, "mixture": health})
         if self.arguments.report_to != "none":
@@ -483,6 +543,9 @@ class _Loop:
             except OSError as error:
                 raise SystemExit(cannot_write(self.folder, error)) from None
         state = self.state | {"arguments": _portable(self.arguments, accelerator)}
+        state["description"] = self.task.description
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler.state_dict()
         save_checkpoint(
             self.checkpoints,
             step,
@@ -516,7 +579,7 @@ class _Loop:
         arguments, accelerator = self.arguments, self.accelerator
         best = self.checkpoints / f"step_{self.state['best']['step']:08d}"
         accelerator.wait_for_everyone()
-        model = type(unwrap(self.model)).from_pretrained(best).to(accelerator.device).eval()
+        model = load_whole(type(self.task.model), best).to(accelerator.device).eval()
         with torch.no_grad():
             test = self.task.test(model, accelerator)
         evaluations = [line for line in self.log if "evaluation" in line]
@@ -533,6 +596,7 @@ class _Loop:
             self.task.unit: units,
             "seconds": self.state["seconds"],
             f"{self.task.unit}_per_second": units / self.state["seconds"],
+            "bare_steps": self.bare.summary() if self.bare and self.bare.seconds else None,
             "processes": accelerator.num_processes,
             "device": accelerator.device.type,
             "mixed_precision": accelerator.mixed_precision,
@@ -553,6 +617,43 @@ class _Loop:
                 raise SystemExit(cannot_write(self.folder, error)) from None
         accelerator.wait_for_everyone()
         return results
+
+
+class BareSteps:
+    """Times of the bare model at the same shape, in turn with the loop's own steps: what the loop adds to them."""
+
+    def __init__(self, task: Task, arguments: LoopArguments, accelerator: Accelerator):
+        self.task, self.accelerator = task, accelerator
+        self.model = copy.deepcopy(unwrap(task.model)).to(accelerator.device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        rows = [task.train_dataset[i] for i in task.order(0)[: arguments.per_device_train_batch_size]]
+        batch = (task.collate or default_collate)(rows)
+        self.batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+        self.accumulated = arguments.gradient_accumulation_steps
+        self.seconds, self.of_loop = [], []
+
+    def measure(self, of_loop: float) -> None:
+        began = time.perf_counter()
+        for _ in range(self.accumulated):
+            with self.accelerator.autocast():
+                loss = self.task.loss(self.model, self.batch)
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+        self.seconds.append(time.perf_counter() - began)
+        self.of_loop.append(of_loop)
+
+    def summary(self) -> dict[str, float]:
+        # The first step of either warms up.
+        bare, loop = self.seconds[1:] or self.seconds, self.of_loop[1:] or self.of_loop
+        return {
+            "bare_median": statistics.median(bare),
+            "loop_median": statistics.median(loop),
+            "bare_best": min(bare),
+            "loop_best": min(loop),
+            "speed_kept": statistics.median(bare) / statistics.median(loop),
+        }
 
 
 def plot_log(log: list[dict], task: Task, path: Path) -> None:
@@ -576,6 +677,17 @@ def plot_log(log: list[dict], task: Task, path: Path) -> None:
     if not task.greater_is_better:
         right.set_yscale("log")
     write_figure(path, figure)
+
+
+def load_whole(model_class, folder: Path):
+    """A saved model, whole in every process: with FSDP, transformers loads it in the first one alone."""
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        return model_class.from_pretrained(folder)
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def versions() -> dict:

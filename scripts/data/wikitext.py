@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict, Features, List, Value, load_dataset
+from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_datasets, load_dataset
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
@@ -16,8 +17,14 @@ from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFa
 
 END_OF_TEXT = "<|endoftext|>"
 
+# Rows among which a title of WikiText would be.
+LOOKED_AT = 1000
+
 # A title of WikiText, as in " = Valkyria Chronicles III = ": where a document begins.
 TITLE = re.compile(r"^ ?= [^=\s](.*[^=])? = ?\n?$")
+
+# To be raised when `_tokenize` gives something else: it is part of the name that cached tokens have.
+VERSION = 1
 
 # Names that the splits of local files go by.
 SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
@@ -38,8 +45,11 @@ def load_text(
     column: str = "text",
     files: dict[str, str] | None = None,
     cache_dir: str | None = None,
-) -> tuple[DatasetDict, bool]:
-    """Splits with a column of text, and whether documents begin at WikiText's titles (otherwise, at every row).
+) -> DatasetDict:
+    """Splits with a column of text, and whether each row begins a document.
+
+    Documents begin at WikiText's titles where there are any, otherwise with every row or, in text files, whose rows
+    are lines, with every file.
 
     `dataset` is the name of a Hub dataset or a local folder with files for each split; `files` names one for each
     split (a path, several, or a pattern) in its place.
@@ -54,9 +64,10 @@ def load_text(
                 f"Files must all be of one kind of {', '.join(BUILDERS)}; got {', '.join(sorted(kinds))}."
             )
         (builder,) = builders
-        options = {"keep_linebreaks": True} if builder == "text" else {}
-        loaded = load_dataset(builder, data_files=files, cache_dir=cache_dir, **options)
-        by_title = builder == "text"
+        if builder == "text":
+            loaded = DatasetDict({split: _lines(names, cache_dir) for split, names in files.items()})
+        else:
+            loaded = load_dataset(builder, data_files=files, cache_dir=cache_dir)
     else:
         try:
             loaded = load_dataset(dataset, dataset_config, cache_dir=cache_dir)
@@ -67,12 +78,48 @@ def load_text(
                 f"Without a network, give local data: --dataset_name FOLDER with files named train.*, validation.* "
                 f"and test.*, or --train_file and --validation_file ({', '.join(BUILDERS)})."
             ) from error
-        by_title = "wikitext" in dataset.lower()
     for split, rows in loaded.items():
         if column not in rows.column_names:
             raise SystemExit(f"--text_column {column!r} is not in the {split} split, which has {rows.column_names}.")
-    loaded = loaded.select_columns(column)
-    return loaded if column == "text" else loaded.rename_column(column, "text"), by_title
+    if column != "text":
+        loaded = loaded.select_columns(column).rename_column(column, "text")
+    return DatasetDict({split: _with_starts(rows) for split, rows in loaded.items()})
+
+
+def _lines(names: list[str], cache_dir: str | None) -> Dataset:
+    """The lines of text files, and which are the first of theirs."""
+    files = []
+    for name in names:
+        rows = load_dataset("text", data_files=name, split="train", cache_dir=cache_dir, keep_linebreaks=True)
+        if len(rows):
+            files.append(rows.add_column("starts", np.arange(len(rows)) == 0))
+    if not files:
+        raise SystemExit(f"There is no text in {', '.join(names)}.")
+    return concatenate_datasets(files)
+
+
+def _with_starts(rows: Dataset) -> Dataset:
+    if any(text and TITLE.match(text) for text in rows[:LOOKED_AT]["text"]):
+        rule = "title"
+    else:
+        rule = "column" if "starts" in rows.column_names else "row"
+    return rows.map(
+        _starts,
+        batched=True,
+        fn_kwargs={"rule": rule},
+        remove_columns=[name for name in rows.column_names if name not in ("text", "starts")],
+        new_fingerprint=Hasher.hash((rows._fingerprint, rule, TITLE.pattern, VERSION)),
+        desc="finding documents",
+    )
+
+
+def _starts(batch: dict, rule: str) -> dict:
+    if rule == "column":
+        return {"text": batch["text"], "starts": batch["starts"]}
+    return {
+        "text": batch["text"],
+        "starts": [rule == "row" or bool(text and TITLE.match(text)) for text in batch["text"]],
+    }
 
 
 def _matching(pattern: str) -> list[str]:
@@ -133,18 +180,18 @@ def train_tokenizer(texts, vocab_size: int, show_progress: bool = False) -> PreT
     )
 
 
-def tokenize(
-    rows: Dataset, tokenizer: PreTrainedTokenizerFast, by_title: bool, num_proc: int | None = None
-) -> Dataset:
+def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerFast, num_proc: int | None = None) -> Dataset:
     """Rows of token ids, an end of text before each that begins a document. Cached by content."""
     if tokenizer.eos_token_id is None:
         raise SystemExit("The tokenizer has no end-of-text token (`eos_token`), which separates documents.")
     num_proc = min(num_proc or os.cpu_count() or 1, max(len(rows) // 1000, 1))
-    key = (rows._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, by_title)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    entries = Hasher.hash(tokenizer) if backend is None else backend.to_str()
+    key = (rows._fingerprint, entries, tokenizer.eos_token_id, VERSION)
     return rows.map(
         _tokenize,
         batched=True,
-        fn_kwargs={"tokenizer": tokenizer, "by_title": by_title},
+        fn_kwargs={"tokenizer": tokenizer},
         remove_columns=rows.column_names,
         features=Features({"input_ids": List(Value("int32"))}),
         num_proc=num_proc if num_proc > 1 else None,
@@ -153,11 +200,11 @@ def tokenize(
     )
 
 
-def _tokenize(batch: dict, tokenizer: PreTrainedTokenizerFast, by_title: bool) -> dict:
+def _tokenize(batch: dict, tokenizer: PreTrainedTokenizerFast) -> dict:
     texts = [text or "" for text in batch["text"]]
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     end = tokenizer.eos_token_id
-    return {"input_ids": [[end, *row] if not by_title or TITLE.match(text) else row for text, row in zip(texts, ids)]}
+    return {"input_ids": [[end, *row] if starts else row for starts, row in zip(batch["starts"], ids)]}
 
 
 class Blocks(torch.utils.data.Dataset):
@@ -181,6 +228,13 @@ class Blocks(torch.utils.data.Dataset):
             raise SystemExit(f"--block_size {block_size} is longer than the {self.num_targets} tokens to train on.")
         if not self.num_targets:
             raise SystemExit("The split to evaluate on is empty.")
+
+    def checksum(self) -> int:
+        """Of all tokens: whether two streams are the same."""
+        value = 0
+        for part in self.parts:
+            value = zlib.crc32(np.ascontiguousarray(part, dtype=np.int32), value)
+        return value
 
     def __len__(self) -> int:
         return -(-self.num_targets // self.block_size)

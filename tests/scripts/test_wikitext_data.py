@@ -94,20 +94,25 @@ def test_titles(line, is_title):
     assert bool(TITLE.match(line)) == is_title
 
 
-def test_documents_begin_at_titles_or_rows(tokenizer, cached):
-    rows = Dataset.from_dict({"text": LINES})
+def test_documents_begin_with_an_end_of_text(tokenizer):
+    starts = [bool(TITLE.match(line)) for line in LINES]
     end = tokenizer.eos_token_id
-    by_title = tokenize(rows, tokenizer, by_title=True)["input_ids"]
-    assert [row[:1] == [end] for row in by_title] == [bool(TITLE.match(line)) for line in LINES]
-    assert "".join(tokenizer.decode([i for i in row if i != end]) for row in by_title) == "".join(LINES)
-    by_row = tokenize(rows, tokenizer, by_title=False)["input_ids"]
-    assert all(row[0] == end for row in by_row)
+    rows = tokenize(Dataset.from_dict({"text": LINES, "starts": starts}), tokenizer)["input_ids"]
+    assert [row[:1] == [end] for row in rows] == starts and sum(starts) == 2
+    assert "".join(tokenizer.decode([i for i in row if i != end]) for row in rows) == "".join(LINES)
 
 
 def test_many_processes_give_the_same(tokenizer):
-    rows = Dataset.from_dict({"text": [f"row {i} " for i in range(2500)]})
-    one, two = (tokenize(rows, tokenizer, False, num_proc) for num_proc in (1, 2))
-    assert one["input_ids"] == two["input_ids"]
+    rows = Dataset.from_dict({"text": [f"row {i} " for i in range(2500)], "starts": [i % 7 == 0 for i in range(2500)]})
+    one, two = (tokenize(rows, tokenizer, num_proc)["input_ids"] for num_proc in (1, 2))
+    assert list(one) == list(two)
+
+
+def test_another_tokenizer_is_not_taken_from_the_cache(tokenizer):
+    rows = Dataset.from_dict({"text": LINES, "starts": [True] * len(LINES)})
+    other = train_tokenizer(["Some words . More ."] * 9, 280)
+    one, two = (list(tokenize(rows, which)["input_ids"]) for which in (tokenizer, other))
+    assert one != two and two[0] == [other.eos_token_id, *other(LINES[0])["input_ids"]]
 
 
 def write(folder, kind):
@@ -127,19 +132,36 @@ def write(folder, kind):
 
 @pytest.mark.parametrize("kind", ["tokens", "txt", "jsonl", "parquet"])
 def test_local_folders(kind, tmp_path, cached):
-    splits, by_title = load_text(str(write(tmp_path / kind, kind)), cache_dir=cached)
+    splits = load_text(str(write(tmp_path / kind, kind)), cache_dir=cached)
     assert {name: list(rows["text"]) for name, rows in splits.items()} == {
         "train": ["one\n", "two\n"],
         "validation": ["three\n"],
         "test": ["four\n"],
     }
-    assert by_title == (kind in ("tokens", "txt"))
+    # A text file is a document; elsewhere, a row.
+    assert list(splits["train"]["starts"]) == [True, kind not in ("tokens", "txt")]
+
+
+@pytest.mark.parametrize("kind", ["txt", "parquet"])
+def test_titles_begin_documents_wherever_they_are(kind, tmp_path, cached):
+    if kind == "txt":
+        (tmp_path / "train.txt").write_text("".join(LINES))
+    else:
+        Dataset.from_dict({"text": LINES}).to_parquet(tmp_path / "train.parquet")
+    rows = load_text(str(tmp_path), cache_dir=cached)["train"]
+    assert list(rows["text"]) == LINES and list(rows["starts"]) == [bool(TITLE.match(line)) for line in LINES]
+
+
+def test_every_file_is_a_document(tmp_path, cached):
+    for name in ("train.a.txt", "train.b.txt"):
+        (tmp_path / name).write_text("x\ny\n")
+    assert list(load_text(str(tmp_path), cache_dir=cached)["train"]["starts"]) == [True, False, True, False]
 
 
 def test_named_files_and_another_column(tmp_path, cached):
     Dataset.from_dict({"body": ["a", "b"]}).to_parquet(tmp_path / "mine.parquet")
     files = {"train": str(tmp_path / "mine.parquet")}
-    splits, _ = load_text(column="body", files=files, cache_dir=cached)
+    splits = load_text(column="body", files=files, cache_dir=cached)
     assert list(splits["train"]["text"]) == ["a", "b"]
     with pytest.raises(SystemExit, match=r"'text' is not in the train split.*body"):
         load_text(files=files, cache_dir=cached)
