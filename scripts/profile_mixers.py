@@ -86,7 +86,7 @@ class Arguments:
     preset: str | None = field(
         default=None,
         metadata={
-            "help": "What the flags below are by default: cpu (about half an hour on two cores) or paper (Table 1: "
+            "help": "What the flags below are by default: cpu (about an hour on two cores) or paper (Table 1: "
             "batch 8, N = 1000/2000/4000, bfloat16). By default paper on a GPU and cpu elsewhere.",
             "choices": list(PRESETS),
         },
