@@ -186,7 +186,7 @@ def main() -> None:
     arguments = parse(Arguments, __doc__)
     accelerator = arguments.make_accelerator()
     logging.disable_progress_bar()
-    results = train(LongRangeArena(arguments, accelerator), arguments, accelerator)
+    results = train(LongRangeArena, arguments, accelerator)
     if results is not None and accelerator.is_main_process:
         print(
             f"test accuracy {results['test']['accuracy']:.4f} at the best validation step {results['best_step']}; "

@@ -1,8 +1,6 @@
 """Classifiers of Long Range Arena on tiny data: every mixer, pairs, padding, resuming, several processes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -121,17 +119,10 @@ def test_goes_on_like_language_models(tmp_path, cache):
     assert again["test"] == whole["test"] and again["last_validation"] == whole["last_validation"]
 
 
-def test_two_processes_evaluate_every_example_once(tmp_path, cache):
-    from test_training import free_port, quiet_environment
-
+def test_two_processes_evaluate_every_example_once(tmp_path, cache, run_in_two_processes):
     flags = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    launch += ["--main_process_port", str(free_port()), str(SCRIPTS / "train_lra.py"), *flags, "--cache_dir", cache]
-    launch += ["--output_dir", str(tmp_path / "two"), "--per_device_train_batch_size", "4"]
-    environment = quiet_environment() | {"ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(launch, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-3000:]
+    flags += ["--cache_dir", cache, "--output_dir", tmp_path / "two", "--per_device_train_batch_size", "4"]
+    run_in_two_processes(SCRIPTS / "train_lra.py", *flags)
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     one = run(arguments(tmp_path / "one", cache))
     assert two["processes"] == 2 and two["examples"] == one["examples"]

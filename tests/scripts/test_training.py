@@ -160,42 +160,21 @@ def test_sigterm_saves_and_leaves(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [[], ["--mixed_precision", "bf16"]], ids=["plain", "bf16"])
-def test_two_processes_are_as_one(corpus, tmp_path, flags):
+def test_two_processes_are_as_one(corpus, tmp_path, flags, run_in_two_processes):
     """The same global batch, in one process and in two."""
+    tolerance = 2e-2 if flags else 1e-4
     both = ["--max_steps", "50", "--eval_steps", "50", "--checkpointing_steps", "50", *flags]
     one, two = tmp_path / "one", tmp_path / "two"
     subprocess.run(command(corpus, one, *both), check=True, capture_output=True)
-    # The launcher that starts several processes is the one for GPUs; what it starts goes by ACCELERATE_USE_CPU.
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())]
-    half = ["--per_device_train_batch_size", "2"]
-    result = subprocess.run(
-        launch + command(corpus, two, *both, *half)[1:],
-        capture_output=True,
-        text=True,
-        env=quiet_environment() | {"ACCELERATE_USE_CPU": "true"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    here = command(corpus, two, *both, "--per_device_train_batch_size", "2")[2:]
+    run_in_two_processes(SCRIPTS / "train_wikitext.py", *here)
     assert json.loads((two / "results.json").read_text())["processes"] == 2
     ours, theirs = losses(two), losses(one)
     assert len(ours) == len(theirs) == 50
     worst = max(abs(ours[step] - theirs[step]) for step in ours)
-    assert worst < (1e-4 if not flags else 2e-2)
+    assert worst < tolerance
     a, b = (json.loads((x / "results.json").read_text())["validation"]["loss"] for x in (one, two))
-    assert abs(a - b) < (1e-4 if not flags else 2e-2)
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def quiet_environment():
-    return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    assert abs(a - b) < tolerance
 
 
 SHARDED = """
@@ -235,22 +214,11 @@ dist.destroy_process_group()
 """
 
 
-def test_a_sharded_model_saves_what_anybody_loads(tmp_path):
+def test_a_sharded_model_saves_what_anybody_loads(tmp_path, run_in_two_processes):
     """FSDP in two processes; Accelerate offers it on accelerators only, so here it is PyTorch's own."""
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
-    environment = quiet_environment() | {"PYTHONPATH": str(SCRIPTS)}
-    result = subprocess.run([*launch, str(script), str(tmp_path)], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_in_two_processes(script, tmp_path, accelerate=False, PYTHONPATH=str(SCRIPTS))
     torch.manual_seed(0)
     config = GMAConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_components=4)
     model = GMAForCausalLM(config)
