@@ -266,7 +266,7 @@ def shared_tokenizer(arguments, passed_on: list[str], folder: Path) -> list[str]
     for name in ("dataset_name", "dataset_config_name", "train_file", "text_column", "cache_dir", "train_tokenizer"):
         flags.add_argument(f"--{name}", default=settings.get(name))
     given = vars(flags.parse_known_args(passed_on)[0])
-    if not given["train_tokenizer"]:
+    if not int(given["train_tokenizer"] or 0):
         return passed_on
     cache_dir = given.pop("cache_dir")
     made_from = {name: value and str(value) for name, value in given.items()}

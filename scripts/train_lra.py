@@ -167,19 +167,19 @@ class LongRangeArena(Task):
         loader = DataLoader(
             Subset(rows, mine), batch_size=self.arguments.per_device_eval_batch_size, collate_fn=self.collate
         )
-        predicted, right, losses = [], [], 0.0
+        columns = []
         for batch in loader:
             output = model(**{name: x.to(accelerator.device) for name, x in batch.items()})
-            predicted.append(output.logits.argmax(-1).cpu())
-            right.append(batch["labels"])
-            losses += output.loss.item() * len(batch["labels"])
-        both = torch.stack([torch.cat(predicted), torch.cat(right)]).to(accelerator.device)
+            logits, labels = output.logits.float(), batch["labels"].to(accelerator.device)
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+            columns.append(torch.stack([logits.argmax(-1).float(), labels.float(), losses]))
+        columns = torch.cat(columns, dim=1)
         if world > 1:
-            both = accelerator.gather(both.unsqueeze(0)).permute(1, 2, 0).reshape(2, -1)
-        both = both[:, : len(rows)].cpu()
+            columns = accelerator.gather(columns.unsqueeze(0)).permute(1, 2, 0).reshape(3, -1)
+        predicted, right, losses = columns[:, : len(rows)].double().cpu()
         metric = Accuracy()
-        metric.add_batch(predictions=both[0].tolist(), references=both[1].tolist())
-        return metric.compute() | {"loss": losses / count}
+        metric.add_batch(predictions=predicted.int().tolist(), references=right.int().tolist())
+        return metric.compute() | {"loss": losses.mean().item()}
 
 
 def main() -> None:
