@@ -21,16 +21,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from arguments import parse
 from data import image, listops, pathfinder, retrieval, text
 from data.lra import PADDING, VOCAB_SIZE
 from metrics import Accuracy
 from pairs import GMAForPairClassification
 from torch.utils.data import DataLoader, Subset
-from training import LoopArguments, Task, train
-from transformers.utils import logging
+from training import ModelArguments, Task, start
 
-from baselines import MIXERS, build_twin
+from baselines import build_twin
 from modeling_gma import GMAConfig, GMAForSequenceClassification
 
 
@@ -38,7 +36,7 @@ TASKS = {"listops": listops, "text": text, "retrieval": retrieval, "image": imag
 
 
 @dataclass
-class Arguments(LoopArguments):
+class Arguments(ModelArguments):
     task: str = field(default="listops", metadata={"help": f"{', '.join(TASKS)}."})
     data_dir: str | None = field(default=None, metadata={"help": "Folder with the task's files."})
     cache_dir: str | None = field(default=None, metadata={"help": "Where datasets are cached; by default as usual."})
@@ -48,20 +46,25 @@ class Arguments(LoopArguments):
     min_length: int | None = field(default=None, metadata={"help": "ListOps is made longer than this."})
     train_size: int | None = field(default=None, metadata={"help": "Examples to train on; by default all."})
     num_train_epochs: float | None = field(default=None, metadata={"help": "Epochs, in place of --max_steps."})
-    mixer: str = field(default="gma", metadata={"help": f"gma or a baseline: {', '.join(MIXERS)}."})
     hidden_size: int = field(default=256, metadata={"help": "Width of the model."})
     num_hidden_layers: int = field(default=4, metadata={"help": "Number of blocks."})
-    num_attention_heads: int = field(default=8, metadata={"help": "Heads in each block."})
-    num_components: int = field(default=128, metadata={"help": "Mixture components in each head, K."})
     hidden_dropout: float = field(default=0.1, metadata={"help": "Dropout."})
 
     def __post_init__(self):
-        super().__post_init__()
         if self.task not in TASKS:
             raise ValueError(f"--task must be one of {list(TASKS)}, got {self.task!r}.")
-        if self.mixer != "gma" and self.mixer not in MIXERS:
-            raise ValueError(f"--mixer must be one of {['gma', *MIXERS]}, got {self.mixer!r}.")
         self.max_length = self.max_length or TASKS[self.task].LENGTH
+        super().__post_init__()
+
+    def config(self, **fields) -> GMAConfig:
+        return super().config(
+            vocab_size=VOCAB_SIZE,
+            pad_token_id=PADDING,
+            max_position_embeddings=self.max_length,
+            is_causal=False,
+            num_labels=TASKS[self.task].NUM_CLASSES,
+            **fields,
+        )
 
 
 class LongRangeArena(Task):
@@ -87,20 +90,8 @@ class LongRangeArena(Task):
             arguments.eval_steps = max(round(steps / max(arguments.num_train_epochs, 1)), 1)
             arguments.warmup_steps = max(arguments.max_steps // 20, 1)
         set_seed(arguments.seed)
-        config = GMAConfig(
-            vocab_size=VOCAB_SIZE,
-            pad_token_id=PADDING,
-            hidden_size=arguments.hidden_size,
-            num_hidden_layers=arguments.num_hidden_layers,
-            num_attention_heads=arguments.num_attention_heads,
-            num_components=arguments.num_components,
-            max_position_embeddings=arguments.max_length,
-            hidden_dropout=arguments.hidden_dropout,
-            is_causal=False,
-            num_labels=module.NUM_CLASSES,
-        )
         kind = GMAForPairClassification if arguments.task == "retrieval" else GMAForSequenceClassification
-        self.model = build_twin(config, arguments.mixer, kind)
+        self.model = build_twin(arguments.config(), arguments.mixer, kind)
         counts = torch.bincount(torch.tensor(self.splits["train"]["labels"]), minlength=module.NUM_CLASSES)
         self.description = {
             "examples_in_split": {split: len(rows) for split, rows in self.splits.items()},
@@ -127,8 +118,8 @@ class LongRangeArena(Task):
         size = self.arguments.per_device_train_batch_size * self.accelerator.num_processes
         pool = 50 * size
         batches = []
-        for start in range(0, len(shuffled), pool):
-            by_length = sorted(shuffled[start : start + pool], key=self.lengths.__getitem__, reverse=True)
+        for first in range(0, len(shuffled), pool):
+            by_length = sorted(shuffled[first : first + pool], key=self.lengths.__getitem__, reverse=True)
             batches += [by_length[i : i + size] for i in range(0, len(by_length), size)]
         # The one that may not be full stays last.
         last = batches.pop() if len(batches[-1]) < size else []
@@ -183,14 +174,11 @@ class LongRangeArena(Task):
 
 
 def main() -> None:
-    arguments = parse(Arguments, __doc__)
-    accelerator = arguments.make_accelerator()
-    logging.disable_progress_bar()
-    results = train(LongRangeArena, arguments, accelerator)
-    if results is not None and accelerator.is_main_process:
+    results = start(LongRangeArena, Arguments, __doc__)
+    if results is not None:
         print(
             f"test accuracy {results['test']['accuracy']:.4f} at the best validation step {results['best_step']}; "
-            f"largest class {results['majority_class']:.4f}; the model is in {arguments.output_dir}"
+            f"largest class {results['majority_class']:.4f}; the model is in {results['arguments']['output_dir']}"
         )
 
 

@@ -25,21 +25,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from arguments import parse
 from checkpoints import unwrap
 from data.wikitext import Blocks, load_text, load_tokenizer, tokenize, train_tokenizer
 from torch.utils.data import DataLoader, Subset
-from training import LoopArguments, Task, train
-from transformers.utils import logging
+from training import ModelArguments, Task, start
 
-from baselines import MIXERS, build_twin, twin_config
+from baselines import build_twin
 from modeling_gma import GMAConfig
 from modeling_gma.diagnostics import mixture_health
 from modeling_gma.mixture import GaussianMixture
 
 
 @dataclass
-class Arguments(LoopArguments):
+class Arguments(ModelArguments):
     dataset_name: str = field(
         default="Salesforce/wikitext", metadata={"help": "Hub dataset, or a local folder with train.*, validation.*."}
     )
@@ -58,14 +56,8 @@ class Arguments(LoopArguments):
         default=None, metadata={"help": "Processes that tokenise; by default one for each core."}
     )
     block_size: int = field(default=1024, metadata={"help": "Tokens in a sequence."})
-    mixer: str = field(default="gma", metadata={"help": f"gma or a baseline: {', '.join(MIXERS)} (causal ones)."})
-    hidden_size: int = field(default=512, metadata={"help": "Width of the model."})
-    num_hidden_layers: int = field(default=6, metadata={"help": "Number of blocks."})
-    num_attention_heads: int = field(default=8, metadata={"help": "Heads in each block."})
-    num_components: int = field(default=128, metadata={"help": "Mixture components in each head, K."})
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
     forget_gate: bool = field(default=False, metadata={"help": "Let GMA's memory fade (not in the paper)."})
-    hidden_dropout: float = field(default=0.0, metadata={"help": "Dropout."})
     score_spread: float | None = field(
         default=None, metadata={"help": "Spread of the components' scores at the start; by default the model's own."}
     )
@@ -74,8 +66,6 @@ class Arguments(LoopArguments):
         super().__post_init__()
         if self.block_size < 2:
             raise ValueError(f"--block_size must be at least 2, got {self.block_size}.")
-        if self.mixer != "gma" and self.mixer not in MIXERS:
-            raise ValueError(f"--mixer must be one of {['gma', *MIXERS]}, got {self.mixer!r}.")
         if self.forget_gate and self.mixer != "gma":
             raise ValueError(f'--forget_gate goes with --mixer gma, got "{self.mixer}".')
         if self.train_tokenizer and self.train_tokenizer < 257:
@@ -88,21 +78,12 @@ class Arguments(LoopArguments):
             raise ValueError(f"--score_spread must be above 0, got {self.score_spread}.")
         if self.dataset_config_name is None and self.dataset_name == "Salesforce/wikitext":
             self.dataset_config_name = "wikitext-103-raw-v1"
-        try:
-            twin_config(self.config(vocab_size=257), self.mixer)
-        except Exception as error:
-            raise ValueError(str(error.__cause__ or error)) from None
 
     def config(self, **fields) -> GMAConfig:
-        return GMAConfig(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_components=self.num_components,
+        return super().config(
             max_position_embeddings=self.block_size,
             position_embedding_type=self.position_embedding_type,
             forget_gate=self.forget_gate,
-            hidden_dropout=self.hidden_dropout,
             **fields,
         )
 
@@ -236,16 +217,11 @@ def prefix_error(model, tokens: torch.Tensor) -> float:
 
 
 def main() -> None:
-    arguments = parse(Arguments, __doc__)
-    accelerator = arguments.make_accelerator()
-    if not accelerator.is_main_process:
-        logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    results = train(LanguageModelling, arguments, accelerator)
-    if results is not None and accelerator.is_main_process:
+    results = start(LanguageModelling, Arguments, __doc__)
+    if results is not None:
         print(
             f"validation perplexity {results['validation']['perplexity']:.2f} at step {results['best_step']}; "
-            f"{results['tokens_per_second']:,.0f} tokens/s; the model is in {arguments.output_dir}"
+            f"{results['tokens_per_second']:,.0f} tokens/s; the model is in {results['arguments']['output_dir']}"
         )
 
 

@@ -28,6 +28,7 @@ import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import broadcast
+from arguments import parse
 from checkpoints import (
     cannot_write,
     checkpoint_steps,
@@ -42,8 +43,10 @@ from files import PART, write_figure, write_json, write_text
 from matplotlib import pyplot
 from torch.utils.data import DataLoader, Sampler, default_collate
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
-from modeling_gma import parameter_groups
+from baselines import MIXERS, twin_config
+from modeling_gma import GMAConfig, parameter_groups
 
 
 try:
@@ -163,6 +166,38 @@ class LoopArguments:
         return self.final_learning_rate + (1 - self.final_learning_rate) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+@dataclass
+class ModelArguments(LoopArguments):
+    """The model, in any task; defaults are the paper's language model."""
+
+    mixer: str = field(default="gma", metadata={"help": f"gma or a baseline: {', '.join(MIXERS)}."})
+    hidden_size: int = field(default=512, metadata={"help": "Width of the model."})
+    num_hidden_layers: int = field(default=6, metadata={"help": "Number of blocks."})
+    num_attention_heads: int = field(default=8, metadata={"help": "Heads in each block."})
+    num_components: int = field(default=128, metadata={"help": "Mixture components in each head, K."})
+    hidden_dropout: float = field(default=0.0, metadata={"help": "Dropout."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mixer != "gma" and self.mixer not in MIXERS:
+            raise ValueError(f"--mixer must be one of {['gma', *MIXERS]}, got {self.mixer!r}.")
+        try:
+            twin_config(self.config(), self.mixer)
+        except Exception as error:
+            raise ValueError(str(error.__cause__ or error)) from None
+
+    def config(self, **fields) -> GMAConfig:
+        """The GMA model's config; scripts add what is theirs."""
+        return GMAConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_components=self.num_components,
+            hidden_dropout=self.hidden_dropout,
+            **fields,
+        )
+
+
 class Task:
     """What is trained. A script says here what is its own; `train` does the rest."""
 
@@ -247,6 +282,17 @@ class Signals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
+
+
+def start(make_task, arguments_class: type[LoopArguments], description: str) -> dict | None:
+    """What a script's `main` does: read the flags and train. Returns the results in the main process, if there are."""
+    arguments = parse(arguments_class, description)
+    accelerator = arguments.make_accelerator()
+    if not accelerator.is_main_process:
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    results = train(make_task, arguments, accelerator)
+    return results if accelerator.is_main_process else None
 
 
 def train(make_task, arguments: LoopArguments, accelerator: Accelerator) -> dict | None:
