@@ -10,12 +10,11 @@ from torch import nn
 from transformers import initialization as init
 
 
-# How far apart the components' scores of a routing vector are at the start. Chosen by validation perplexity on IMDb
-# (4 layers, 4 heads, K = 64, one seed): after a million tokens spreads of 0.3, 0.5 and 0.8 give 237.5, 236.5 and 247.0
-# at width 128; after 0.6 million, 0.5 and 0.8 give 327.6 and 322.3 at width 256. Means twice or four times as long as
-# routing vectors give 239.4 and 244.2 at width 128. At 0.5, usage entropy starts at 1.00 and token entropy at 0.97 of
-# log K, at any width.
+# At the start: how far apart the components' scores of a routing vector are, and how much longer than routing vectors
+# the means. Both measured, see docs/language_modelling.md. Routing vectors grow many times over in the first hundred
+# steps; means as short as they begin would follow as fast, and a soft mixture collapse to a few components.
 SCORE_SPREAD = 0.5
+MEAN_SCALE = 4.0
 
 
 class GaussianMixture(nn.Module):
@@ -33,17 +32,19 @@ class GaussianMixture(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, routing_std: float = 3**-0.5, score_spread: float = SCORE_SPREAD) -> None:
+    def reset_parameters(
+        self, routing_std: float = 3**-0.5, score_spread: float = SCORE_SPREAD, mean_scale: float = MEAN_SCALE
+    ) -> None:
         """Start a mixture for routing vectors whose entries have this standard deviation.
 
-        The default is what `nn.Linear` makes of inputs of unit variance. Means are as long as routing vectors, all
-        equally: unequal lengths tilt every token towards the same components. Priors are uniform. Variances are such
-        that scores spread by `score_spread`, whatever the width.
+        The default is what `nn.Linear` makes of inputs of unit variance. Means are `mean_scale` times as long as
+        routing vectors, all equally: unequal lengths tilt every token towards the same components. Priors are uniform.
+        Variances are such that scores spread by `score_spread`, whatever the width.
         """
         routing_dim = self.mu.shape[-1]
         directions = F.normalize(torch.randn_like(self.mu), dim=-1)
-        init.copy_(self.mu, directions * (routing_std * math.sqrt(routing_dim)))
-        variance = routing_std**2 * math.sqrt(routing_dim) / score_spread
+        init.copy_(self.mu, directions * (mean_scale * routing_std * math.sqrt(routing_dim)))
+        variance = mean_scale * routing_std**2 * math.sqrt(routing_dim) / score_spread
         # What softplus has to add to the floor; a floor above the variance wanted is the variance.
         variance = max(variance - self.variance_floor, 1e-3 * variance)
         init.constant_(self.omega, variance + math.log(-math.expm1(-variance)))

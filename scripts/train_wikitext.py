@@ -33,7 +33,7 @@ from training import ModelArguments, Task, start
 from baselines import build_twin
 from modeling_gma import GMAConfig
 from modeling_gma.diagnostics import mixture_health
-from modeling_gma.mixture import GaussianMixture
+from modeling_gma.mixture import MEAN_SCALE, SCORE_SPREAD, GaussianMixture
 
 
 @dataclass
@@ -58,8 +58,11 @@ class Arguments(ModelArguments):
     block_size: int = field(default=1024, metadata={"help": "Tokens in a sequence."})
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
     forget_gate: bool = field(default=False, metadata={"help": "Let GMA's memory fade (not in the paper)."})
-    score_spread: float | None = field(
-        default=None, metadata={"help": "Spread of the components' scores at the start; by default the model's own."}
+    score_spread: float = field(
+        default=SCORE_SPREAD, metadata={"help": "Spread of the components' scores at the start."}
+    )
+    mean_scale: float = field(
+        default=MEAN_SCALE, metadata={"help": "Length of the components' means at the start, in routing vectors."}
     )
 
     def __post_init__(self):
@@ -74,8 +77,9 @@ class Arguments(ModelArguments):
             )
         if (self.train_file is None) != (self.validation_file is None):
             raise ValueError("--train_file and --validation_file go together.")
-        if self.score_spread is not None and not self.score_spread > 0:
-            raise ValueError(f"--score_spread must be above 0, got {self.score_spread}.")
+        for name in ("score_spread", "mean_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name} must be above 0, got {getattr(self, name)}.")
         if self.dataset_config_name is None and self.dataset_name == "Salesforce/wikitext":
             self.dataset_config_name = "wikitext-103-raw-v1"
 
@@ -129,11 +133,10 @@ class LanguageModelling(Task):
             pad_token_id=self.tokenizer.pad_token_id,
         )
         self.model = build_twin(config, arguments.mixer)
-        for module in self.model.modules() if arguments.score_spread else ():
+        routing_std = config.initializer_range * math.sqrt(config.hidden_size)
+        for module in self.model.modules():
             if isinstance(module, GaussianMixture):
-                module.reset_parameters(
-                    config.initializer_range * math.sqrt(config.hidden_size), arguments.score_spread
-                )
+                module.reset_parameters(routing_std, arguments.score_spread, arguments.mean_scale)
         accelerator.print(
             f"{arguments.mixer}: {sum(p.numel() for p in self.model.parameters()):,} parameters; "
             f"{self.train_dataset.num_targets:,} tokens to train on, {self.validation.num_targets:,} to validate"
