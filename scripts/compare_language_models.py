@@ -6,13 +6,15 @@
 The YAML file is one of `train_wikitext.py`; flags that are not of this script go to it. Systems: a mixer, for GMA with
 its number of components and "forget" for a forget gate, and flags of their own after "@", as in
 gma:64@learning_rate=4e-3@mixture_learning_rate=1e-2. Every run has a folder of its own, and one that was interrupted
-goes on where it was. Writes comparison.json, comparison.md and perplexity.png.
+goes on where it was. Writes comparison.json, comparison.md and perplexity.png, of the systems and seeds that were
+asked for; runs that are there already are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -20,8 +22,11 @@ import sys
 from pathlib import Path
 
 import yaml
+from arguments import parse
 from files import write_figure, write_json, write_text
 from matplotlib import pyplot
+from train_wikitext import Arguments as TrainArguments
+from training import plain_ticks, portable, refuse_other_arguments
 
 
 # Table 3 of the paper: WikiText-103, 20,000 steps of 16,384 tokens, one A100.
@@ -81,19 +86,17 @@ def train_all(arguments, passed_on: list[str], folder: Path) -> list[dict]:
     """Results of all runs, made or found."""
     script = Path(__file__).with_name("train_wikitext.py")
     runs = [(system, seed) for seed in arguments.seeds for system in arguments.systems]
+    outputs = [folder / f"{re.sub(r'[^A-Za-z0-9.-]', '_', system)}_seed{seed}" for system, seed in runs]
+    flags = [expected_arguments(arguments, passed_on, *run, output) for run, output in zip(runs, outputs)]
     found = []
-    for number, (system, seed) in enumerate(runs, start=1):
-        name = system.replace(":", "_").replace("@", "__").replace("=", "_")
-        output = folder / f"{name}_seed{seed}"
+    for number, ((system, seed), output) in enumerate(zip(runs, outputs)):
         results = output / "results.json"
         if not results.exists():
-            print(f"run {number} of {len(runs)}: {system}, seed {seed}", flush=True)
+            print(f"run {number + 1} of {len(runs)}: {system}, seed {seed}", flush=True)
             command = (
                 [*arguments.launcher.split(), str(script)] if arguments.launcher else [sys.executable, str(script)]
             )
-            command += [arguments.config] if arguments.config else []
-            command += [*passed_on, *system_flags(system), "--seed", str(seed), "--output_dir", str(output)]
-            code = wait_for(subprocess.Popen([*command, "--resume_from_checkpoint", "latest"]))
+            code = wait_for(subprocess.Popen([*command, *flags[number], "--resume_from_checkpoint", "latest"]))
             if code or not results.exists():
                 how = f"with code {code}" if code else "early"
                 raise SystemExit(
@@ -116,7 +119,6 @@ def train_all(arguments, passed_on: list[str], folder: Path) -> list[dict]:
             "arguments",
             "versions",
         )
-        refuse_other_protocols(found, content, system)
         found.append(
             {"system": system, "seed": seed, "perplexity": content["validation"]["perplexity"], "curve": curve}
             | {name: content[name] for name in (*kept, "train_tokens", "validation_tokens", "vocab_size")}
@@ -136,24 +138,16 @@ def wait_for(process: subprocess.Popen) -> int:
             print("\nsaving; interrupt again to leave at once", flush=True)
 
 
-def refuse_other_protocols(found: list[dict], content: dict, system: str) -> None:
-    """Runs in one table differ in their systems and seeds, and in nothing else."""
-    if not found:
-        return
-    own = {"mixer", "seed", "output_dir", "num_components", "forget_gate", "position_embedding_type"}
-    own |= {"resume_from_checkpoint", "bare_steps"}
-    own |= {
-        setting.partition("=")[0] for run in [*found, {"system": system}] for setting in run["system"].split("@")[1:]
-    }
-    before, now = found[0]["arguments"], content["arguments"]
-    different = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    different = [name for name in different if name not in own]
-    if different:
-        name = different[0]
-        raise SystemExit(
-            f"{system} was trained with {name} = {now.get(name)}, {found[0]['system']} with {before.get(name)}: "
-            f"they cannot stand in one table. Name another --output_dir, or remove the runs that are no longer wanted."
-        )
+def expected_arguments(arguments, passed_on: list[str], system: str, seed: int, output: Path) -> list[str]:
+    """The command line of a run, once `train_wikitext.py` has accepted it: before hours of other runs, not after."""
+    flags = [arguments.config] if arguments.config else []
+    flags += [*passed_on, *system_flags(system), "--seed", str(seed), "--output_dir", str(output)]
+    parsed = parse(TrainArguments, "", flags)
+    results = output / "results.json"
+    if results.exists():
+        content = json.loads(results.read_text())
+        refuse_other_arguments(content["given"], portable(parsed, content["processes"]), output)
+    return flags
 
 
 def write_report(runs: list[dict], folder: Path) -> None:
@@ -169,7 +163,7 @@ def table(runs: list[dict]) -> list[str]:
     first = runs[0]
     arguments = first["arguments"]
     lines = [
-        f"{first['tokens'] / 1e6:.1f} million tokens each ({arguments['max_steps']} steps, context "
+        f"{first['tokens']:,} tokens each ({arguments['max_steps']} steps, context "
         f"{arguments['block_size']}), {arguments['num_hidden_layers']} layers of width {arguments['hidden_size']}, "
         f"vocabulary {first['vocab_size']:,}; validation over {first['validation_tokens']:,} tokens. The paper's: "
         f"WikiText-103, 328 million tokens, context 1024, 6 layers of width 512, vocabulary 50,257, one A100.",
@@ -211,10 +205,12 @@ def plot(runs: list[dict], path: Path) -> None:
                     label=label(system) if run["seed"] == runs[0]["seed"] else None,
                 )
     for panel, name in zip(panels, ("millions of tokens", "minutes of training")):
-        panel.set(xlabel=name, ylabel="validation perplexity", yscale="log")
+        panel.set(xlabel=name, yscale="log")
+        plain_ticks(panel.yaxis)
         panel.grid(alpha=0.3, which="both")
     lowest = min(point["perplexity"] for run in runs for point in run["curve"])
     panels[0].set_ylim(0.95 * lowest, min(8 * lowest, 1.05 * max(p["perplexity"] for r in runs for p in r["curve"])))
+    panels[0].set_ylabel("validation perplexity")
     panels[0].legend(fontsize=8)
     figure.suptitle("Validation perplexity while training, one line a seed")
     write_figure(path, figure)
@@ -270,7 +266,7 @@ def shared_tokenizer(arguments, passed_on: list[str], folder: Path) -> list[str]
         return passed_on
     cache_dir = given.pop("cache_dir")
     made_from = {name: value and str(value) for name, value in given.items()}
-    path, record = folder / "tokenizer", folder / "tokenizer.json"
+    path, record = folder / "tokenizer", folder / "tokenizer_made_from.json"
     if record.exists() and json.loads(record.read_text()) != made_from:
         raise SystemExit(f"{path} was trained otherwise ({record.read_text().strip()}); name another --output_dir.")
     if not record.exists():

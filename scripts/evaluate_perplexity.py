@@ -27,6 +27,7 @@ from data.wikitext import Blocks, load_text, load_tokenizer, tokenize
 from files import write_json
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 import baselines  # noqa: F401  (registers twins, and GMA, with the Auto classes)
 
@@ -44,8 +45,13 @@ class Arguments:
         default=None, metadata={"help": "Tokens the model sees at once; by default its number of positions."}
     )
     stride: int | None = field(default=None, metadata={"help": "Tokens between windows; by default no overlap."})
-    per_text: bool = field(default=False, metadata={"help": "Every text by itself, as `evaluate` does."})
-    max_tokens: int | None = field(default=None, metadata={"help": "Stop after about this many tokens of a stream."})
+    per_text: bool = field(
+        default=False, metadata={"help": "Every row (or line of a text file) by itself, as `evaluate` does."}
+    )
+    max_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Stop after so many tokens of a stream; then without figures by byte and word."},
+    )
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Windows at a time."})
     device: str | None = field(default=None, metadata={"help": "cpu, cuda, ..; by default a GPU if any."})
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
@@ -124,6 +130,8 @@ def _exp(x: float) -> float:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=arguments.dtype)
@@ -146,7 +154,8 @@ def main() -> None:
         raise SystemExit(f"--window {window} is more than the model's {limit} positions.")
     if arguments.stride is not None and arguments.stride > window:
         raise SystemExit(f"--stride {arguments.stride} is more than the window of {window}: tokens would be left out.")
-    results = {"model": Path(arguments.model_name_or_path).name, "split": arguments.split, "window": window}
+    results = {"model": arguments.model_name_or_path, "text": arguments.text_file or arguments.dataset_name}
+    results |= {"window": window} if arguments.text_file else {"split": arguments.split, "window": window}
     if arguments.per_text:
         texts = [text for text in rows["text"] if text and text.strip()]
         if not texts:

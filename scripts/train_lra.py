@@ -45,7 +45,9 @@ class Arguments(ModelArguments):
     )
     min_length: int | None = field(default=None, metadata={"help": "ListOps is made longer than this."})
     train_size: int | None = field(default=None, metadata={"help": "Examples to train on; by default all."})
-    num_train_epochs: float | None = field(default=None, metadata={"help": "Epochs, in place of --max_steps."})
+    num_train_epochs: float | None = field(
+        default=None, metadata={"help": "Epochs, each with an evaluation, in place of --max_steps."}
+    )
     hidden_size: int = field(default=256, metadata={"help": "Width of the model."})
     num_hidden_layers: int = field(default=4, metadata={"help": "Number of blocks."})
     hidden_dropout: float = field(default=0.1, metadata={"help": "Dropout."})
@@ -87,7 +89,7 @@ class LongRangeArena(Task):
             per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
             steps = arguments.num_train_epochs * len(self.train_dataset) / (per_step * accelerator.num_processes)
             arguments.max_steps = max(math.ceil(steps), 1)
-            arguments.eval_steps = max(round(steps / max(arguments.num_train_epochs, 1)), 1)
+            arguments.eval_steps = max(math.ceil(steps / max(arguments.num_train_epochs, 1)), 1)
             arguments.warmup_steps = max(arguments.max_steps // 20, 1)
         set_seed(arguments.seed)
         kind = GMAForPairClassification if arguments.task == "retrieval" else GMAForSequenceClassification
@@ -98,6 +100,11 @@ class LongRangeArena(Task):
             "majority_class": int(counts.max()) / int(counts.sum()),
             "label_histogram": counts.tolist(),
         }
+
+        accelerator.print(
+            f"{arguments.mixer} on {arguments.task}: {sum(p.numel() for p in self.model.parameters()):,} parameters; "
+            f"{', '.join(f'{len(rows):,} examples to {split}' for split, rows in self.splits.items())}"
+        )
 
     def _load(self, module, split: str):
         arguments = self.arguments
@@ -178,7 +185,7 @@ def main() -> None:
     if results is not None:
         print(
             f"test accuracy {results['test']['accuracy']:.4f} at the best validation step {results['best_step']}; "
-            f"largest class {results['majority_class']:.4f}; the model is in {results['arguments']['output_dir']}"
+            f"largest class {results['majority_class']:.4f}"
         )
 
 

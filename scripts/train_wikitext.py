@@ -4,7 +4,7 @@
     python scripts/train_wikitext.py scripts/configs/two_cores.yaml --dataset_name FOLDER --output_dir small
 
 The first is the paper's run (20,000 steps of 16,384 tokens of WikiText-103); `accelerate config` says on what. The
-second takes about 15 minutes on two cores, on any folder with train.* and validation.* files of text. A run that was
+second takes about 20 minutes on two cores, on any folder with train.* and validation.* files of text. A run that was
 stopped, or killed, goes on with --resume_from_checkpoint latest and ends as if it had not been.
 
 In the output folder: the best model (safetensors, with its tokenizer, for AutoModelForCausalLM), results.json,
@@ -224,7 +224,7 @@ def main() -> None:
     if results is not None:
         print(
             f"validation perplexity {results['validation']['perplexity']:.2f} at step {results['best_step']}; "
-            f"{results['tokens_per_second']:,.0f} tokens/s; the model is in {results['arguments']['output_dir']}"
+            f"{results['tokens_per_second']:,.0f} tokens/s"
         )
 
 

@@ -41,6 +41,7 @@ from checkpoints import (
 )
 from files import PART, write_figure, write_json, write_text
 from matplotlib import pyplot
+from matplotlib.ticker import EngFormatter, StrMethodFormatter
 from torch.utils.data import DataLoader, Sampler, default_collate
 from tqdm.auto import tqdm
 from transformers.utils import logging
@@ -184,7 +185,8 @@ class ModelArguments(LoopArguments):
         try:
             twin_config(self.config(), self.mixer)
         except Exception as error:
-            raise ValueError(str(error.__cause__ or error)) from None
+            # The sentence alone, without the names of the classes that passed it on.
+            raise ValueError(str(error.__cause__ or error).rpartition("ValueError: ")[2]) from None
 
     def config(self, **fields) -> GMAConfig:
         """The GMA model's config; scripts add what is theirs."""
@@ -288,8 +290,8 @@ def start(make_task, arguments_class: type[LoopArguments], description: str) -> 
     """What a script's `main` does: read the flags and train. Returns the results in the main process, if there are."""
     arguments = parse(arguments_class, description)
     accelerator = arguments.make_accelerator()
-    if not accelerator.is_main_process:
-        logging.set_verbosity_error()
+    # Such as that inputs may be padded, for an end of text that is also padding.
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     results = train(make_task, arguments, accelerator)
     return results if accelerator.is_main_process else None
@@ -304,14 +306,21 @@ def train(make_task, arguments: LoopArguments, accelerator: Accelerator) -> dict
     # First of all: whether the results can be written should not turn out after hours of preparing data.
     with Lock(folder) if accelerator.is_main_process else nullcontext():
         checkpoint = prepare_folder(arguments, accelerator)
+        given = portable(arguments, accelerator.num_processes)
         if (folder / "results.json").exists():
+            results = json.loads((folder / "results.json").read_text())
+            refuse_other_arguments(results["given"], given, folder)
             accelerator.print(f"{folder} is finished; results.json has what came of it.")
-            return json.loads((folder / "results.json").read_text())
+            return results
+        if checkpoint is not None:
+            if not (checkpoint / "state.json").is_file():
+                raise SystemExit(f"{checkpoint} is not to be seen by all processes: they need the same disk.")
+            refuse_other_arguments(read_state(checkpoint)["arguments"], given, checkpoint)
         task = make_task(arguments, accelerator)
         if checkpoint is not None:
-            _refuse_other_run(checkpoint, task, arguments, accelerator)
+            _refuse_other_data(checkpoint, task)
         with Signals() as signals:
-            return _Loop(task, arguments, accelerator, folder, signals).run(checkpoint)
+            return _Loop(task, arguments, accelerator, folder, signals, given).run(checkpoint)
 
 
 class Lock:
@@ -346,10 +355,11 @@ def prepare_folder(arguments: LoopArguments, accelerator: Accelerator) -> Path |
     if accelerator.is_main_process:
         steps = checkpoint_steps(checkpoints)
         if resume is None and (steps or (folder / "results.json").exists()):
-            where = f"at step {max(steps)}" if steps else "that is finished"
+            if (folder / "results.json").exists():
+                raise SystemExit(f"--output_dir {folder} holds a finished run: name another folder.")
             raise SystemExit(
-                f"--output_dir {folder} holds a run {where}: go on with --resume_from_checkpoint latest, or name "
-                f"another folder."
+                f"--output_dir {folder} holds a run at step {max(steps)}: go on with --resume_from_checkpoint latest, "
+                f"or name another folder."
             )
         remove_parts(folder)
         remove_parts(checkpoints)
@@ -369,31 +379,38 @@ def prepare_folder(arguments: LoopArguments, accelerator: Accelerator) -> Path |
     return checkpoint
 
 
-def _refuse_other_run(checkpoint: Path, task: Task, arguments: LoopArguments, accelerator: Accelerator) -> None:
-    if not (checkpoint / "state.json").is_file():
-        raise SystemExit(f"{checkpoint} is not to be seen by all processes: they need the same disk.")
+def _refuse_other_data(checkpoint: Path, task: Task) -> None:
     state = read_state(checkpoint)
     if state["description"] != json.loads(json.dumps(task.description)):
         raise SystemExit(f"{checkpoint} was made with other data: {state['description']}, now {task.description}.")
-    saved, ours = state["arguments"], _portable(arguments, accelerator)
-    for name in saved.keys() | ours.keys():
-        if name not in FREE and saved.get(name) != ours.get(name):
-            raise SystemExit(
-                f"{checkpoint} was made with --{name} {saved.get(name)}, not {ours.get(name)}: it would not be the "
-                f"same run. Give the flags it was started with, or another --output_dir."
-            )
 
 
-def _portable(arguments: LoopArguments, accelerator: Accelerator) -> dict:
-    """Arguments as JSON has them; of batches, how many sequences make a step, however they are spread."""
+def refuse_other_arguments(saved: dict, ours: dict, where: Path) -> None:
+    name = first_difference(saved, ours)
+    if name is not None:
+        raise SystemExit(
+            f"{where} was made with --{name} {saved.get(name)}, not {ours.get(name)}: it would not be the same run. "
+            f"Give the flags it was started with, or another --output_dir."
+        )
+
+
+def first_difference(saved: dict, ours: dict) -> str | None:
+    """The first of the arguments, as `portable` gives them, that makes these two runs different ones."""
+    names = sorted(saved.keys() | ours.keys())
+    return next((name for name in names if saved.get(name) != ours.get(name)), None)
+
+
+def portable(arguments: LoopArguments, processes: int) -> dict:
+    """Arguments that decide what comes of a run, as JSON has them; of batches, how many sequences make a step."""
     values = json.loads(json.dumps(asdict(arguments)))
     sequences = values.pop("per_device_train_batch_size") * values.pop("gradient_accumulation_steps")
-    return values | {"sequences_per_step": sequences * accelerator.num_processes}
+    values = {name: value for name, value in values.items() if name not in FREE}
+    return values | {"sequences_per_step": sequences * processes}
 
 
 class _Loop:
-    def __init__(self, task, arguments, accelerator, folder, signals):
-        self.task, self.arguments, self.accelerator = task, arguments, accelerator
+    def __init__(self, task, arguments, accelerator, folder, signals, given):
+        self.task, self.arguments, self.accelerator, self.given = task, arguments, accelerator, given
         self.folder, self.checkpoints, self.signals = folder, folder / "checkpoints", signals
         self.state = {"seconds": 0.0, "units": 0, "best": None}
         self.log = []
@@ -515,6 +532,7 @@ class _Loop:
                 progress.close()
                 self._say_goodbye(done)
                 return False
+        progress.set_postfix({"loss": f"{loss:.3f}"} | validation if start < arguments.max_steps else {})
         progress.close()
         return True
 
@@ -588,8 +606,7 @@ class _Loop:
                 self._write_log()
             except OSError as error:
                 raise SystemExit(cannot_write(self.folder, error)) from None
-        state = self.state | {"arguments": _portable(self.arguments, accelerator)}
-        state["description"] = self.task.description
+        state = self.state | {"arguments": self.given, "description": self.task.description}
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler.state_dict()
         save_checkpoint(
@@ -647,6 +664,7 @@ class _Loop:
             "device": accelerator.device.type,
             "mixed_precision": accelerator.mixed_precision,
             "arguments": asdict(arguments) | {"output_dir": self.folder.name},
+            "given": self.given,
             "versions": versions(),
             **self.task.description,
         }
@@ -663,6 +681,12 @@ class _Loop:
                 raise SystemExit(cannot_write(self.folder, error)) from None
         accelerator.wait_for_everyone()
         return results
+
+
+def plain_ticks(axis) -> None:
+    """60 and 240 on a logarithmic axis, not powers of ten."""
+    for formatter in (axis.set_major_formatter, axis.set_minor_formatter):
+        formatter(StrMethodFormatter("{x:.4g}"))
 
 
 class BareSteps:
@@ -708,10 +732,10 @@ def plot_log(log: list[dict], task: Task, path: Path) -> None:
     steps = [line for line in log if "loss" in line]
     evaluations = [line for line in log if "evaluation" in line]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    smooth, value = [], None
+    smooth, value, weight = [], 0.0, 0.0
     for line in steps:
-        value = line["loss"] if value is None else 0.95 * value + 0.05 * line["loss"]
-        smooth.append(value)
+        value, weight = 0.95 * value + 0.05 * line["loss"], 0.95 * weight + 0.05
+        smooth.append(value / weight)
     units = [line[task.unit] for line in steps]
     left.plot(units, [line["loss"] for line in steps], color="0.8", linewidth=0.8, label="each step")
     left.plot(units, smooth, color="#0072b2", label="smoothed")
@@ -722,6 +746,9 @@ def plot_log(log: list[dict], task: Task, path: Path) -> None:
     right.set(title=f"Validation {task.metric.replace('_', ' ')}", xlabel=task.unit)
     if not task.greater_is_better:
         right.set_yscale("log")
+        plain_ticks(right.yaxis)
+    for axis in (left, right):
+        axis.xaxis.set_major_formatter(EngFormatter())
     write_figure(path, figure)
 
 

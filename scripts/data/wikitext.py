@@ -54,6 +54,9 @@ def load_text(
     `dataset` is the name of a Hub dataset or a local folder with files for each split; `files` names one for each
     split (a path, several, or a pattern) in its place.
     """
+    is_path = dataset.startswith((".", "~", os.sep)) or dataset.count("/") > 1
+    if not files and is_path and not Path(dataset).expanduser().exists():
+        raise SystemExit(f"--dataset_name {dataset}: there is no such folder.")
     if files or Path(dataset).expanduser().exists():
         files = {split: _matching(path) for split, path in files.items()} if files else _files_in(Path(dataset))
         kinds = {Path(name).suffix for names in files.values() for name in names}
@@ -80,7 +83,8 @@ def load_text(
             ) from error
     for split, rows in loaded.items():
         if column not in rows.column_names:
-            raise SystemExit(f"--text_column {column!r} is not in the {split} split, which has {rows.column_names}.")
+            there = [name for name in rows.column_names if name != "starts"]
+            raise SystemExit(f"--text_column {column!r} is not in the {split} split, which has {there}.")
     if column != "text":
         loaded = loaded.select_columns(column).rename_column(column, "text")
     return DatasetDict({split: _with_starts(rows) for split, rows in loaded.items()})

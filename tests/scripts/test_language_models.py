@@ -122,6 +122,13 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     second = compare("linear", "gma:4")
     assert "run 2 of 2: gma:4, seed 0" in second and "run 1" not in second
     assert (output / "linear_seed0" / "results.json").stat().st_mtime_ns == before
+    for bad, sentence in (
+        (["--systems", "linear", "--learning_rate", "1e-5"], "was made with --learning_rate"),
+        (["--systems", "gma:8", "linformer"], "bidirectional only"),
+        (["--systems", "gma:8@lerning_rate=1"], "lerning_rate"),
+    ):
+        refused = subprocess.run([*command, *bad], capture_output=True, text=True)
+        assert refused.returncode and sentence in refused.stderr and "run 1" not in refused.stdout
     runs = json.loads((output / "comparison.json").read_text())
     assert {run["system"] for run in runs} == {"linear", "gma:4"}
     lines = (output / "comparison.md").read_text().splitlines()

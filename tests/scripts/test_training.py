@@ -295,13 +295,20 @@ def test_a_folder_that_cannot_be_made_is_said(corpus, tmp_path):
 
 def test_other_runs_are_left_alone(corpus, tmp_path):
     run(corpus, tmp_path / "run", max_steps=3)
+    with pytest.raises(SystemExit, match="holds a finished run: name another folder"):
+        run(corpus, tmp_path / "run", max_steps=3)
+    # Again with what does not matter changed, and with what does.
+    given = {"max_steps": 3, "resume_from_checkpoint": "latest", "logging_steps": 7}
+    assert run(corpus, tmp_path / "run", **given)["best_step"] == 3
+    for unfinished in (False, True):
+        if unfinished:
+            (tmp_path / "run" / "results.json").unlink()
+        with pytest.raises(SystemExit, match=r"was made with --learning_rate 0\.003, not 0\.1"):
+            run(corpus, tmp_path / "run", learning_rate=0.1, **given)
+        with pytest.raises(SystemExit, match="was made with --mixer gma, not sdpa"):
+            run(corpus, tmp_path / "run", mixer="sdpa", **given)
     with pytest.raises(SystemExit, match="holds a run at step 3: go on with --resume_from_checkpoint latest"):
         run(corpus, tmp_path / "run", max_steps=3)
-    finished = run(corpus, tmp_path / "run", max_steps=3, resume_from_checkpoint="latest")
-    assert finished["best_step"] == 3
-    (tmp_path / "run" / "results.json").unlink()
-    with pytest.raises(SystemExit, match=r"was made with --learning_rate 0\.003, not 0\.1"):
-        run(corpus, tmp_path / "run", max_steps=3, learning_rate=0.1, resume_from_checkpoint="latest")
     with pytest.raises(SystemExit, match="is no checkpoint of this run"):
         run(corpus, tmp_path / "run", max_steps=3, resume_from_checkpoint=str(tmp_path))
 
@@ -440,7 +447,7 @@ def test_prune(tmp_path):
         (["--hidden_size", "33", "--num_attention_heads", "4"], "must be a multiple of"),
         (["--mixer", "sdpa", "--forget_gate", "true"], "--forget_gate goes with --mixer gma"),
         (["--train_file", "x.txt"], "--train_file and --validation_file go together"),
-        (["--mixer", "linformer"], "bidirectional only"),
+        (["--mixer", "linformer"], "error: `is_causal=True`: the mixer"),
         (["--report_to", "tensorbored"], "--report_to must be none, all or of"),
         (["--train_tokenizer", "5"], "--train_tokenizer must be at least 257"),
         (["--max_steps", "0"], "--max_steps must be at least 1, got 0"),

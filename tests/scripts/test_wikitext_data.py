@@ -168,6 +168,8 @@ def test_named_files_and_another_column(tmp_path, cached):
 
 
 def test_what_is_not_there_is_said(tmp_path, cached, monkeypatch):
+    with pytest.raises(SystemExit, match="there is no such folder"):
+        load_text(str(tmp_path / "nothing"))
     with pytest.raises(SystemExit, match="There is no file"):
         load_text(files={"train": str(tmp_path / "none.txt")})
     (tmp_path / "empty").mkdir()
