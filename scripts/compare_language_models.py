@@ -87,7 +87,7 @@ def train_all(arguments, passed_on: list[str], folder: Path) -> list[dict]:
     script = Path(__file__).with_name("train_wikitext.py")
     runs = [(system, seed) for seed in arguments.seeds for system in arguments.systems]
     outputs = [folder / f"{re.sub(r'[^A-Za-z0-9.-]', '_', system)}_seed{seed}" for system, seed in runs]
-    flags = [expected_arguments(arguments, passed_on, *run, output) for run, output in zip(runs, outputs)]
+    flags = [checked_flags(arguments, passed_on, *run, output) for run, output in zip(runs, outputs)]
     found = []
     for number, ((system, seed), output) in enumerate(zip(runs, outputs)):
         results = output / "results.json"
@@ -138,7 +138,7 @@ def wait_for(process: subprocess.Popen) -> int:
             print("\nsaving; interrupt again to leave at once", flush=True)
 
 
-def expected_arguments(arguments, passed_on: list[str], system: str, seed: int, output: Path) -> list[str]:
+def checked_flags(arguments, passed_on: list[str], system: str, seed: int, output: Path) -> list[str]:
     """The command line of a run, once `train_wikitext.py` has accepted it: before hours of other runs, not after."""
     flags = [arguments.config] if arguments.config else []
     flags += [*passed_on, *system_flags(system), "--seed", str(seed), "--output_dir", str(output)]

@@ -26,7 +26,7 @@ def tokenizer():
 
 
 @pytest.fixture
-def cached(tmp_path, monkeypatch):
+def cached(tmp_path):
     """Datasets cached in a folder of the test."""
     return str(tmp_path / "cache")
 
