@@ -47,7 +47,6 @@ from matrix_products import Stopwatch, block_products, time_call
 from profile_report import write_report
 from tqdm.auto import tqdm
 from transformers import DynamicCache, HfArgumentParser
-from transformers.utils.import_utils import is_mambapy_available
 
 from baselines import MIXERS, build_mixer, build_twin
 from configuration_gma import GMAConfig
@@ -257,9 +256,6 @@ class System:
         size = DTYPES[self.dtype].itemsize
         if self.mixer == "eager":
             return 6 * size * batch * heads * length**2
-        if self.mixer == "mamba":
-            # The states of all tokens, (B, 2 d, N, 16), some times over.
-            return 10 * size * batch * length * 2 * hidden_size * 16
         return 0
 
 
@@ -609,7 +605,6 @@ def environment(device: str) -> dict:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
-        "mambapy": is_mambapy_available(),
         **versions,
     }
 

@@ -15,8 +15,9 @@ from transformers import (
     DynamicCache,
     StaticCache,
 )
+from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from baselines import MIXERS, TwinConfig, TwinForCausalLM, build_mixer, build_twin
+from baselines import MIXERS, TwinConfig, TwinForCausalLM, build_mixer, build_twin, selective_scan
 from baselines.linear_transformer import EluMap
 from baselines.performer import SoftmaxKernelMap
 from modeling_gma import (
@@ -134,7 +135,6 @@ def test_the_class_follows_the_direction(tiny_config):
 @pytest.mark.parametrize("mixer", ALL)
 def test_trains(mixer, twin):
     model = twin(mixer, initializer_range=0.05).train()
-    # The length is no power of two, which mambapy's scan pads to.
     tokens = make_tokens(length=12)
     optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.01), lr=1e-2)
     losses = []
@@ -721,27 +721,30 @@ def recurrence(mamba, x):
     return torch.stack(outputs, dim=1)
 
 
-@pytest.mark.parametrize("scan", ["mambapy", "loop"])
 @pytest.mark.parametrize("length", [1, 2, 16, 19])
-def test_mamba_is_its_recurrence(scan, length, tiny_config):
-    if scan == "mambapy":
-        pytest.importorskip("mambapy")
+def test_mamba_is_its_recurrence(length, tiny_config, monkeypatch):
+    # Stretches of four tokens.
+    monkeypatch.setattr(selective_scan, "STRETCH", 4 * 2 * 64 * 4)
     mixer = build_mixer(tiny_config(), "mamba", mamba_state_size=4, mamba_conv_kernel=3)
-    mixer.mamba.use_mambapy = scan == "mambapy"
-    x = torch.randn(2, length, 32, requires_grad=True)
-    expected, output = recurrence(mixer.mamba, x), mixer(x)[0]
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
-    by_output, by_expected = (torch.autograd.grad(y.square().sum(), x)[0] for y in (output, expected))
-    torch.testing.assert_close(by_output, by_expected, atol=1e-5, rtol=1e-4)
+    x = torch.randn(2, length, 32)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    wanted = [x.requires_grad_(), *mixer.parameters()]
+    expected, *others = recurrence(mixer.mamba, x), mixer(x)[0], mixer(x, attention_mask=mask)[0]
+    others.append(MambaMixer.forward(mixer.mamba, x))
+    by_expected = torch.autograd.grad(expected.square().sum(), wanted)
+    for output in others:
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+        gradients = torch.autograd.grad(output.square().sum(), wanted)
+        torch.testing.assert_close(gradients, by_expected, atol=1e-5, rtol=1e-4)
 
 
-def test_mambapy_is_used_where_it_is_installed(tiny_config, monkeypatch):
-    pscan = pytest.importorskip("mambapy.pscan")
-    calls = []
-    scan = pscan.pscan
-    monkeypatch.setattr(pscan, "pscan", lambda *args: calls.append(1) or scan(*args))
-    build_mixer(tiny_config(), "mamba")(torch.randn(1, 5, 32))
-    assert calls
+def test_selective_scan_has_right_gradients(monkeypatch):
+    monkeypatch.setattr(selective_scan, "STRETCH", 4 * 2 * 3 * 2)
+    shapes = {"inputs": (2, 9, 3), "steps": (2, 9, 3), "rates": (3, 2), "write": (2, 9, 2), "read": (2, 9, 2)}
+    arguments = {name: torch.rand(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    arguments["rates"] = -arguments["rates"]
+    arguments = [x.requires_grad_() for x in arguments.values()]
+    assert torch.autograd.gradcheck(selective_scan.selective_scan, arguments)
 
 
 # What is refused
