@@ -31,6 +31,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from data.wikitext import train_tokenizer
 from datasets import Dataset
+from memory import keep_freed_memory
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
@@ -258,6 +259,7 @@ def main() -> None:
     except Exception as error:
         parser.error(str(error))
     logging.disable_progress_bar()
+    keep_freed_memory()
     folder = Path(arguments.output_dir).expanduser().resolve()
     accelerator = Accelerator()
     aside = make_room(folder) if accelerator.is_main_process else None

@@ -42,6 +42,7 @@ from checkpoints import (
 from files import PART, write_figure, write_json, write_text
 from matplotlib import pyplot
 from matplotlib.ticker import EngFormatter, StrMethodFormatter
+from memory import keep_freed_memory
 from torch.utils.data import DataLoader, Sampler, default_collate
 from tqdm.auto import tqdm
 from transformers.utils import logging
@@ -289,6 +290,7 @@ class Signals:
 def start(make_task, arguments_class: type[LoopArguments], description: str) -> dict | None:
     """What a script's `main` does: read the flags and train. Returns the results in the main process, if there are."""
     arguments = parse(arguments_class, description)
+    keep_freed_memory()
     accelerator = arguments.make_accelerator()
     # Such as that inputs may be padded, for an end of text that is also padding.
     logging.set_verbosity_error()
