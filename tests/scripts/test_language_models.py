@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare_language_models import label, system_flags, table
+from compare_language_models import table
+from comparison import label, system_flags
 from data.wikitext import Blocks, train_tokenizer
 from datasets import Dataset
 from evaluate_perplexity import stream_losses, text_perplexities

@@ -1,0 +1,186 @@
+"""What the comparison scripts share: systems by name, and a training script run for each of them and each seed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from arguments import parse
+from files import write_json
+from matplotlib import pyplot
+from training import portable, refuse_other_arguments
+
+
+NAMES = {
+    "sdpa": "SDPA, learned positions",
+    "sdpa_rope": "SDPA, rotary positions",
+    "linear": "Linear Transformer",
+    "linformer": "Linformer",
+    "performer": "Performer",
+    "mamba": "Mamba",
+    "eager": "MHA, eager",
+}
+MARKERS = "os^vDPX*<>"
+
+
+@dataclass
+class Run:
+    """One run of a training script, in a folder of its own."""
+
+    name: str
+    system: str
+    seed: int
+    output: Path
+    flags: list[str]
+
+
+def make_parser(description: str, systems: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", required=True, help="folder for the runs and the comparison")
+    parser.add_argument("--systems", nargs="+", default=systems, help="mixers to train (default: %(default)s)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds (default: %(default)s)")
+    parser.add_argument("--launcher", default="", help='what to start runs with, such as "accelerate launch"')
+    parser.add_argument("--report_only", action="store_true", help="report from comparison.json, no training")
+    return parser
+
+
+def parse_known(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str], Path]:
+    """The flags, those that go on to the training script, and the folder."""
+    arguments, passed_on = parser.parse_known_args()
+    folder = Path(arguments.output_dir).expanduser().resolve()
+    try:
+        for system in arguments.systems:
+            system_flags(system)
+    except ValueError as error:
+        parser.error(str(error))
+    configs = arguments.config if isinstance(arguments.config, list) else [arguments.config]
+    for config in filter(None, configs):
+        if not Path(config).is_file():
+            parser.error(f"{config} is not a file.")
+    if arguments.report_only and not (folder / "comparison.json").is_file():
+        parser.error(f"{folder} has no comparison.json.")
+    folder.mkdir(parents=True, exist_ok=True)
+    return arguments, passed_on, folder
+
+
+def system_flags(system: str) -> list[str]:
+    """Flags of a training script for a system such as gma:64:forget@learning_rate=4e-3."""
+    name, *settings = system.split("@")
+    mixer, *parts = name.split(":")
+    flags = ["--mixer", mixer]
+    for part in parts:
+        if part == "forget":
+            # What forgets knows how far back things are: no positions.
+            flags += ["--forget_gate", "true", "--position_embedding_type", "none"]
+        elif part.isdigit():
+            flags += ["--num_components", part]
+        else:
+            raise ValueError(f"--systems: {system!r} has {part!r}, which is neither components nor forget.")
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise ValueError(f"--systems: {system!r} has {setting!r}, which is not name=value.")
+        flags += [f"--{key}", value]
+    return flags
+
+
+def label(system: str) -> str:
+    name, *settings = system.split("@")
+    mixer, *parts = name.split(":")
+    if mixer == "gma":
+        components = next((part for part in parts if part.isdigit()), "")
+        text = f"GMA K={components}" if components else "GMA"
+        text += ", forget gate" if "forget" in parts else ""
+    else:
+        text = NAMES.get(mixer, mixer)
+    return ", ".join([text, *settings])
+
+
+def make_run(name: str, system: str, seed: int, folder: Path, first_flags: list[str], arguments_class: type) -> Run:
+    """A run whose flags the training script accepts: that should turn out before hours of other runs, not after."""
+    output = folder / f"{re.sub(r'[^A-Za-z0-9.-]', '_', name)}_seed{seed}"
+    flags = [*first_flags, *system_flags(system), "--seed", str(seed), "--output_dir", str(output)]
+    parsed = parse(arguments_class, "", flags)
+    results = output / "results.json"
+    if results.exists():
+        content = json.loads(results.read_text())
+        refuse_other_arguments(content["given"], portable(parsed, content["processes"]), output)
+    return Run(name, system, seed, output, flags)
+
+
+def train_all(
+    script: Path,
+    runs: list[Run],
+    folder: Path,
+    launcher: str,
+    summary: Callable[[Run, dict, list[dict]], dict],
+    report: Callable[[list[dict], Path], None],
+) -> list[dict]:
+    """Results of all runs, made or found, as `summary(run, results, evaluations)` gives them.
+
+    comparison.json and the report are written again after every run.
+    """
+    found = []
+    for number, run in enumerate(runs):
+        results = run.output / "results.json"
+        if not results.exists():
+            print(f"run {number + 1} of {len(runs)}: {run.name}, seed {run.seed}", flush=True)
+            command = [*launcher.split(), str(script)] if launcher else [sys.executable, str(script)]
+            try:
+                process = subprocess.Popen([*command, *run.flags, "--resume_from_checkpoint", "latest"])
+                code = _wait_for(process)
+            except KeyboardInterrupt:
+                raise SystemExit("\nInterrupted; the same command goes on from here.") from None
+            if code or not results.exists():
+                how = f"with code {code}" if code else "early"
+                raise SystemExit(
+                    f"{run.name}, seed {run.seed} ended {how}; what is finished is kept, and the same command goes on."
+                )
+        log = [json.loads(line) for line in (run.output / "log.jsonl").read_text().splitlines()]
+        evaluations = [line for line in log if "evaluation" in line]
+        kept = {"system": run.system, "seed": run.seed}
+        found.append(kept | summary(run, json.loads(results.read_text()), evaluations))
+        write_json(folder / "comparison.json", found)
+        report(found, folder)
+    return found
+
+
+def _wait_for(process: subprocess.Popen) -> int:
+    """The end of a run. What asks us to stop asks it: it saves, and then both leave."""
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            print("\nsaving; interrupt again to leave at once", flush=True)
+
+
+def grouped(runs: list[dict], key: str = "system") -> dict[str, list[dict]]:
+    groups = {}
+    for run in runs:
+        groups.setdefault(run[key], []).append(run)
+    return groups
+
+
+def plot_curves(panel, runs: list[dict], x: str, scale: float, y: str) -> None:
+    """One line a seed, of the points in each run's "curve"; one colour and marker a system."""
+    colours = pyplot.get_cmap("tab10").colors
+    for number, (system, of_system) in enumerate(grouped(runs).items()):
+        for run in of_system:
+            panel.plot(
+                [point[x] / scale for point in run["curve"]],
+                [point[y] for point in run["curve"]],
+                marker=MARKERS[number % len(MARKERS)],
+                color=colours[number % len(colours)],
+                markersize=4,
+                linewidth=1,
+                label=label(system) if run is of_system[0] else None,
+            )
+    panel.grid(alpha=0.3, which="both")
