@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Subset
 from training import ModelArguments, Task, start
 
 from baselines import build_twin
-from modeling_gma import GMAConfig
+from modeling_gma import GMAConfig, GMAForCausalLM
 from modeling_gma.diagnostics import mixture_health
 from modeling_gma.mixture import MEAN_SCALE, SCORE_SPREAD, GaussianMixture
 
@@ -94,6 +94,7 @@ class Arguments(ModelArguments):
 
 class LanguageModelling(Task):
     metric = "perplexity"
+    model_class = GMAForCausalLM
 
     def __init__(self, arguments: Arguments, accelerator: Accelerator):
         self.arguments, self.accelerator = arguments, accelerator
@@ -132,7 +133,7 @@ class LanguageModelling(Task):
             eos_token_id=end,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        self.model = build_twin(config, arguments.mixer)
+        self.model = build_twin(config, arguments.mixer, self.model_class)
         routing_std = config.initializer_range * math.sqrt(config.hidden_size)
         for module in self.model.modules():
             if isinstance(module, GaussianMixture):
@@ -157,10 +158,13 @@ class LanguageModelling(Task):
         generator = torch.Generator().manual_seed(self.arguments.seed * 1_000_003 + epoch)
         return torch.randperm(len(self.train_dataset), generator=generator).tolist()
 
-    def loss(self, model, batch: dict) -> torch.Tensor:
+    def inputs(self, batch: dict) -> dict:
+        """What the model takes; its loss is a mean over labels that are not -100."""
         # Labels are the tokens after the inputs already.
-        labels = batch["labels"]
-        return model(input_ids=batch["input_ids"], labels=labels, shift_labels=labels, use_cache=False).loss
+        return batch | {"shift_labels": batch["labels"], "use_cache": False}
+
+    def loss(self, model, batch: dict) -> torch.Tensor:
+        return model(**self.inputs(batch)).loss
 
     def units(self, batch: dict) -> int:
         return batch["input_ids"].numel()
@@ -197,9 +201,10 @@ def mean_loss(task: LanguageModelling, model, blocks: Blocks, batch_size: int, a
         is_real = batch is not None
         batch = batch if is_real else {name: x.unsqueeze(0) for name, x in blocks[0].items()}
         batch = {name: x.to(accelerator.device) for name, x in batch.items()}
-        loss = task.loss(model, batch)
+        inputs = task.inputs(batch)
+        loss = model(**inputs).loss
         if is_real:
-            tokens = int((batch["labels"] != -100).sum())
+            tokens = int((inputs["labels"] != -100).sum())
             totals += torch.tensor([loss.item() * tokens, tokens], dtype=torch.float64)
     if world > 1:
         totals = accelerator.reduce(totals.to(accelerator.device), "sum")
