@@ -1,0 +1,215 @@
+"""Masked pretraining, fine-tuning with `Trainer`, and the comparison on Long Range Arena, on tiny data."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pretrain_masked
+import pytest
+import torch
+from compare_lra import table
+from safetensors.torch import load_file
+from training import train
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, pipeline
+
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_components": 4}
+
+
+def run(script, *flags, check=True):
+    command = [sys.executable, str(SCRIPTS / script), *map(str, flags)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert not check or result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    """Files of texts with words that tell the label."""
+    folder = tmp_path_factory.mktemp("reviews")
+    words = {"good": ["fine", "film", "warm", "plot"], "bad": ["dull", "film", "cold", "plot"]}
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 120), ("validation", 30), ("test", 30)):
+        lines = ["text,label"]
+        for number in range(count):
+            label = ("good", "bad")[number % 2]
+            picks = torch.randint(4, (3 + number % 7,), generator=generator).tolist()
+            lines.append(f"{words[label][0]} {' '.join(words[label][i] for i in picks)},{label}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def masked(reviews, tmp_path_factory):
+    """A masked model pretrained for a few steps, and the task that made it."""
+    output = tmp_path_factory.mktemp("masked") / "run"
+    arguments = pretrain_masked.Arguments(
+        output_dir=str(output),
+        dataset_name=str(reviews),
+        cache_dir=str(output.parent / "cache"),
+        train_tokenizer=270,
+        block_size=16,
+        max_steps=5,
+        per_device_train_batch_size=4,
+        **SIZES,
+    )
+    tasks = []
+
+    def make_task(*given):
+        tasks.append(pretrain_masked.MaskedLanguageModelling(*given))
+        return tasks[0]
+
+    results = train(make_task, arguments, arguments.make_accelerator())
+    return output, tasks[0], results
+
+
+def test_masked_pretraining(masked):
+    output, task, results = masked
+    model = AutoModelForMaskedLM.from_pretrained(output)
+    assert not model.config.is_causal and model.config.vocab_size == len(task.tokenizer) == 271
+    assert results["validation"]["perplexity"] > 1
+    again = task.evaluate(model, task.accelerator)
+    assert again["loss"] == pytest.approx(results["validation"]["loss"], rel=1e-5)
+
+
+def test_masks(masked):
+    _, task, _ = masked
+    tokens = torch.randint(1, 270, (64, 16))
+    labels = tokens.clone()
+    labels[:, 12:] = -100
+    inputs = task.inputs({"input_ids": tokens, "labels": labels})
+    chosen = inputs["labels"] != -100
+    assert chosen[:, :12].float().mean() == pytest.approx(0.2, abs=0.06) and not chosen[:, 12:].any()
+    assert (inputs["labels"][chosen] == tokens[chosen]).all()
+    assert (inputs["input_ids"][~chosen] == tokens[~chosen]).all()
+    is_mask = inputs["input_ids"][chosen] == task.tokenizer.mask_token_id
+    assert is_mask.float().mean() == pytest.approx(0.8, abs=0.15)
+    assert (inputs["attention_mask"] == (labels != -100)).all()
+    with torch.no_grad():
+        first, second = (task.inputs({"input_ids": tokens, "labels": labels})["labels"] for _ in range(2))
+    assert (first == second).all()
+
+
+def test_finetuning_from_a_checkpoint(masked, reviews, tmp_path):
+    flags = ["--train_file", reviews / "train.csv", "--validation_file", reviews / "validation.csv"]
+    flags += ["--test_file", reviews / "test.csv", "--learning_rate", "2e-2", "--num_train_epochs", "4"]
+    flags += ["--model_name_or_path", masked[0], "--output_dir", tmp_path / "out"]
+    result = run("finetune_classifier.py", *flags)
+    assert "120 texts to train, 30 texts to validation, 30 texts to test" in result.stdout
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["test_accuracy"] > 0.9 and results["start"] == "checkpoint" and len(results["curve"]) >= 1
+    assert (tmp_path / "out" / "accuracy.png").stat().st_size > 1000
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "checkpoints" not in names and not any(name.endswith((".bin", ".pt", ".pth")) for name in names)
+    classify = pipeline("text-classification", model=str(tmp_path / "out"))
+    assert [answer["label"] for answer in classify(["fine warm film", "dull cold film"])] == ["good", "bad"]
+    refused = run("finetune_classifier.py", *flags, check=False)
+    assert refused.returncode and "holds a finished run" in refused.stderr
+
+
+def test_finetuning_goes_on_and_merges_adapters(masked, reviews, tmp_path):
+    flags = [
+        "--train_file",
+        reviews / "train.csv",
+        "--model_name_or_path",
+        masked[0],
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    flags += ["--lora", "true", "--learning_rate", "2e-2", "--early_stopping_patience", "0"]
+    # Stopped after the first epoch, as by a kill: its checkpoint is there, and no results.
+    half = f"""
+import sys, finetune_classifier
+from transformers import TrainerCallback
+
+class Stop(TrainerCallback):
+    def on_save(self, *_, **__):
+        raise SystemExit(3)
+
+stops = finetune_classifier.EarlyStoppingCallback
+finetune_classifier.Trainer = lambda *a, callbacks, **k: Trainer(*a, callbacks=[Stop()], **k)
+from transformers import Trainer
+sys.argv[1:] = {[str(flag) for flag in flags]!r} + ["--num_train_epochs", "3"]
+finetune_classifier.main()
+"""
+    stopped = subprocess.run([sys.executable, "-c", half], capture_output=True, text=True, cwd=SCRIPTS)
+    assert stopped.returncode == 3, stopped.stderr[-3000:]
+    refused = run("finetune_classifier.py", *flags, "--num_train_epochs", "3", check=False)
+    assert refused.returncode and "--resume_from_checkpoint latest" in refused.stderr
+    run("finetune_classifier.py", *flags, "--num_train_epochs", "3", "--resume_from_checkpoint", "latest")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [round(point["epoch"]) for point in results["curve"]] == [1, 2, 3]
+    assert results["examples"] == {"train": 108, "validation": 12} and results["test_accuracy"] is None
+    # Merged: a plain model, whose projections are no longer those of the checkpoint.
+    before, after = (load_file(folder / "model.safetensors") for folder in (masked[0], tmp_path / "out"))
+    assert not any("lora" in name for name in after)
+    name = "model.layers.0.mixer.q_proj.weight"
+    assert not torch.equal(before[name], after[name])
+    assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+
+
+def test_finetuning_from_nothing(reviews, tmp_path):
+    sizes = [x for name, value in SIZES.items() for x in (f"--{name}", value)]
+    flags = ["--train_file", reviews / "train.csv", "--output_dir", tmp_path / "out", "--vocab_size", 280]
+    run("finetune_classifier.py", *flags, *sizes, "--num_train_epochs", 1)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: "bad", 1: "good"} and not model.config.is_causal
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ([], "Give --dataset_name or --train_file"),
+        (["--train_file", "x.txt"], "--train_file x.txt must be one of .csv, .json, .jsonl, .parquet"),
+        (["--train_file", "x.csv"], "--train_file x.csv: there is no such file"),
+        (["--dataset_name", "x", "--from_scratch", "true"], "--from_scratch takes the architecture"),
+        (["--dataset_name", "x", "--validation_share", "2"], "--validation_share must be between 0 and 1, got 2.0"),
+    ],
+)
+def test_finetuning_refuses(flags, sentence):
+    refused = run("finetune_classifier.py", *flags, check=False)
+    assert refused.returncode and sentence in refused.stderr
+
+
+def test_finetuning_refuses_data(reviews, tmp_path):
+    flags = ["--train_file", reviews / "train.csv", "--output_dir", tmp_path / "out"]
+    refused = run("finetune_classifier.py", *flags, "--label_column", "stars", check=False)
+    assert refused.returncode and "--label_column 'stars' is not in the train split" in refused.stderr
+    (tmp_path / "other.csv").write_text("text,label\nso so,middling\n")
+    refused = run("finetune_classifier.py", *flags, "--test_file", tmp_path / "other.csv", check=False)
+    assert refused.returncode and "The label 'middling' is in another split" in refused.stderr
+
+
+def test_comparison_on_long_range_arena(tmp_path):
+    flags = {"task": "listops", "max_length": 64, "min_length": 4, "train_size": 60, "max_steps": 2, **SIZES}
+    config = tmp_path / "listops.yaml"
+    config.write_text("".join(f"{name}: {value}\n" for name, value in flags.items()))
+    command = [config, "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "out", "--seeds", "0", "1"]
+    first = run("compare_lra.py", *command, "--systems", "linear").stdout
+    assert "run 2 of 2: listops_linear, seed 1" in first
+    second = run("compare_lra.py", *command, "--systems", "linear", "gma:4").stdout
+    assert "run 2 of 4: listops_gma:4, seed 0" in second and "run 1" not in second
+    runs = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert {(run["system"], run["seed"]) for run in runs} == {(s, i) for s in ("linear", "gma:4") for i in (0, 1)}
+    lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert lines == table(runs) and any("Linear Transformer" in line and "40.03 +- 0.70" in line for line in lines)
+    assert (tmp_path / "out" / "accuracy.png").stat().st_size > 1000
+    refused = run("compare_lra.py", config, *command, "--systems", "linear", check=False)
+    assert refused.returncode and "both of the task listops" in refused.stderr
+
+
+def test_table_of_two_tasks():
+    def one(system, task, seed, accuracy):
+        arguments = {"max_length": 256, "num_hidden_layers": 4, "hidden_size": 64}
+        sizes = {"train": 10, "validation": 5, "test": 5}
+        figures = {"majority_class": 0.5, "examples": 20, "examples_per_second": 3.0, "curve": []}
+        given = {"system": system, "task": task, "seed": seed, "accuracy": accuracy, "arguments": arguments}
+        return given | figures | {"examples_in_split": sizes}
+
+    runs = [one("linear", "listops", 0, 30.0), one("linear", "listops", 1, 32.0), one("linear", "text", 0, 61.0)]
+    runs += [one("gma:128", "listops", 0, 40.0), one("gma:128", "text", 0, 60.0)]
+    rows = [line.split(" | ") for line in table(runs) if line.startswith(("| GMA", "| Linear"))]
+    assert [row[0] for row in rows] == ["| GMA K=128", "| Linear Transformer"]
+    assert rows[1][1:5] == ["1", "31.00 +- 1.41", "61.00", "46.00"] and rows[0][4] == "50.00"
