@@ -307,6 +307,7 @@ def finetune(arguments: Arguments) -> dict:
         "lora": arguments.lora,
         "learning_rate": arguments.learning_rate,
         "epochs": trainer.state.epoch,
+        "epochs_wanted": arguments.num_train_epochs,
         "batch_size": arguments.train_batch_size,
         "max_length": arguments.max_length or most,
         "seed": arguments.seed,

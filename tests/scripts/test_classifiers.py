@@ -109,6 +109,25 @@ def test_finetuning_from_a_checkpoint(masked, reviews, tmp_path):
     assert refused.returncode and "holds a finished run" in refused.stderr
 
 
+def test_comparison_of_classifiers(tmp_path):
+    runs = []
+    for start, seed, accuracy in (("checkpoint", 0, 0.9), ("checkpoint", 1, 0.8), ("from scratch", 0, 0.6)):
+        curve = [{"step": i, "epoch": i, "accuracy": accuracy - 0.1 / i, "loss": 1.0} for i in (1, 2)]
+        run_ = {"start": start, "seed": seed, "test_accuracy": accuracy, "best_validation_accuracy": accuracy}
+        run_ |= {"lora": False, "learning_rate": 1e-3, "epochs_wanted": 2.0, "batch_size": 16, "max_length": 64}
+        run_ |= {"examples": {"train": 10}, "trained_parameters": 5, "curve": curve}
+        folder = tmp_path / f"{start}{seed}"
+        folder.mkdir()
+        (folder / "results.json").write_text(json.dumps(run_))
+        runs.append(folder)
+    run("compare_classifiers.py", *runs, "--output_dir", tmp_path / "out")
+    lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert lines[2].endswith("| 5 | 2 | 2 | 85.00 +- 7.07 | 85.00 +- 7.07 |") and "pretrained" in lines[2]
+    assert lines[3].endswith("| 5 | 2 | 1 | 60.00 | 60.00 |") and "from scratch" in lines[3]
+    refused = run("compare_classifiers.py", tmp_path, "--output_dir", tmp_path / "out", check=False)
+    assert refused.returncode and "has no results.json" in refused.stderr
+
+
 def test_finetuning_goes_on_and_merges_adapters(masked, reviews, tmp_path):
     flags = [
         "--train_file",
