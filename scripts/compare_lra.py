@@ -34,7 +34,7 @@ PAPER = {
 SYSTEMS = ["sdpa", "linformer", "linear", "performer", "mamba", "gma:128"]
 TITLES = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder"}
 KEPT = ("parameters", "examples", "seconds", "examples_per_second", "best_step", "majority_class", "arguments")
-KEPT += ("versions", "mixed_precision", "examples_in_split")
+KEPT += ("versions", "peak_memory_bytes", "mixed_precision", "examples_in_split")
 
 
 def summary(run: Run, results: dict, evaluations: list[dict]) -> dict:
@@ -66,6 +66,7 @@ def table(runs: list[dict]) -> list[str]:
     columns = [f"{TITLES[task]}, %" for task in by_task]
     columns += ["average"] if len(by_task) > 1 else []
     columns += [f"{TITLES[task]}, examples/s" for task in by_task]
+    columns += [f"{TITLES[task]}, peak memory" for task in by_task]
     columns += [f"{TITLES[task]}, paper" for task in by_task]
     lines += ["", f"| mixer | seeds | {' | '.join(columns)} |", "| --- |" + " ---: |" * (1 + len(columns))]
     order = {system: _average(of_system) for system, of_system in grouped(runs).items()}
@@ -76,6 +77,8 @@ def table(runs: list[dict]) -> list[str]:
             cells.append(f"{order[system]:.2f}" if all(of_tasks.values()) else "")
         speeds = [max((run["examples_per_second"] for run in of_task), default=None) for of_task in of_tasks.values()]
         cells += ["" if speed is None else f"{speed:,.1f}" for speed in speeds]
+        peaks = [max((run["peak_memory_bytes"] or 0 for run in of_task), default=0) for of_task in of_tasks.values()]
+        cells += [f"{peak / 1e9:.2f} GB" if peak else "" for peak in peaks]
         paper = PAPER.get(system.split("@")[0], {})
         cells += ["{:.2f} +- {:.2f}".format(*paper[task]) if task in paper else "" for task in by_task]
         seeds = min(len(of_task) for of_task in of_tasks.values())

@@ -45,8 +45,9 @@ class Arguments(ModelArguments):
     )
     min_length: int | None = field(default=None, metadata={"help": "ListOps is made longer than this."})
     train_size: int | None = field(default=None, metadata={"help": "Examples to train on; by default all."})
+    eval_size: int | None = field(default=None, metadata={"help": "Examples to validate and test on; by default all."})
     num_train_epochs: float | None = field(
-        default=None, metadata={"help": "Epochs, each with an evaluation, in place of --max_steps."}
+        default=None, metadata={"help": "Epochs, each with an evaluation, in place of --max_steps; 0 for --max_steps."}
     )
     hidden_size: int = field(default=256, metadata={"help": "Width of the model."})
     num_hidden_layers: int = field(default=4, metadata={"help": "Number of blocks."})
@@ -55,6 +56,10 @@ class Arguments(ModelArguments):
     def __post_init__(self):
         if self.task not in TASKS:
             raise ValueError(f"--task must be one of {list(TASKS)}, got {self.task!r}.")
+        for name in ("max_length", "train_size", "eval_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}.")
         self.max_length = self.max_length or TASKS[self.task].LENGTH
         super().__post_init__()
 
@@ -79,10 +84,15 @@ class LongRangeArena(Task):
         module = TASKS[arguments.task]
         with accelerator.main_process_first():
             self.splits = {split: self._load(module, split) for split in ("train", "validation", "test")}
-        if arguments.train_size:
-            self.splits["train"] = self.splits["train"].select(
-                range(min(arguments.train_size, len(self.splits["train"])))
-            )
+        for split, size in (
+            ("train", arguments.train_size),
+            ("validation", arguments.eval_size),
+            ("test", arguments.eval_size),
+        ):
+            if size:
+                # Of all of them: some files are sorted by label.
+                rows = self.splits[split].shuffle(seed=0)
+                self.splits[split] = rows.select(range(min(size, len(rows))))
         self.train_dataset = self.splits["train"].with_format("numpy")
         self.lengths = [len(ids) for ids in self.splits["train"].with_format("numpy")["input_ids"]]
         if arguments.num_train_epochs:

@@ -42,7 +42,7 @@ from checkpoints import (
 from files import PART, write_figure, write_json, write_text
 from matplotlib import pyplot
 from matplotlib.ticker import EngFormatter, StrMethodFormatter
-from memory import keep_freed_memory
+from memory import keep_freed_memory, peak_memory
 from torch.utils.data import DataLoader, Sampler, default_collate
 from tqdm.auto import tqdm
 from transformers.utils import logging
@@ -661,6 +661,7 @@ class _Loop:
             self.task.unit: units,
             "seconds": self.state["seconds"],
             f"{self.task.unit}_per_second": units / self.state["seconds"],
+            "peak_memory_bytes": peak_memory(accelerator.device),
             "bare_steps": self.bare.summary() if self.bare and self.bare.seconds else None,
             "processes": accelerator.num_processes,
             "device": accelerator.device.type,

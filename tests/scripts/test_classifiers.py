@@ -223,7 +223,13 @@ def test_table_of_two_tasks():
     def one(system, task, seed, accuracy):
         arguments = {"max_length": 256, "num_hidden_layers": 4, "hidden_size": 64}
         sizes = {"train": 10, "validation": 5, "test": 5}
-        figures = {"majority_class": 0.5, "examples": 20, "examples_per_second": 3.0, "curve": []}
+        figures = {
+            "majority_class": 0.5,
+            "examples": 20,
+            "examples_per_second": 3.0,
+            "curve": [],
+            "peak_memory_bytes": 5e8,
+        }
         given = {"system": system, "task": task, "seed": seed, "accuracy": accuracy, "arguments": arguments}
         return given | figures | {"examples_in_split": sizes}
 
@@ -232,3 +238,4 @@ def test_table_of_two_tasks():
     rows = [line.split(" | ") for line in table(runs) if line.startswith(("| GMA", "| Linear"))]
     assert [row[0] for row in rows] == ["| GMA K=128", "| Linear Transformer"]
     assert rows[1][1:5] == ["1", "31.00 +- 1.41", "61.00", "46.00"] and rows[0][4] == "50.00"
+    assert rows[0][7:9] == ["0.50 GB", "0.50 GB"]
