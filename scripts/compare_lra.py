@@ -1,7 +1,7 @@
 """Train several mixers and seeds on tasks of Long Range Arena, and put them into one table beside the paper's.
 
     python scripts/compare_lra.py scripts/configs/two_cores_listops.yaml scripts/configs/two_cores_text.yaml \\
-        --data_dir IMDB_FOLDER --output_dir comparison --systems sdpa linear gma:128 --seeds 0 1
+        --data_dir text=IMDB_FOLDER --output_dir comparison --systems sdpa linear gma:128 --seeds 0 1
 
 A YAML file of `train_lra.py` for each task; flags that are not of this script go to all of them. Systems: a mixer, for
 GMA with its number of components, and flags of their own after "@", as in gma:128@learning_rate=1e-3. Every run has a
@@ -116,11 +116,18 @@ def plot(runs: list[dict], path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__, SYSTEMS)
     parser.add_argument("config", nargs="+", help="YAML files of train_lra.py, one a task")
+    parser.add_argument("--data_dir", nargs="+", default=[], help="local files of tasks, each as TASK=FOLDER")
     arguments, passed_on, folder = parse_known(parser)
     if arguments.report_only:
         runs = json.loads((folder / "comparison.json").read_text())
         write_report(runs, folder)
     else:
+        folders = {}
+        for given in arguments.data_dir:
+            task, separator, path = given.partition("=")
+            if not separator or task not in TITLES:
+                parser.error(f"--data_dir must be TASK=FOLDER with a task of {list(TITLES)}, got {given!r}.")
+            folders[task] = ["--data_dir", path]
         tasks = {}
         for config in arguments.config:
             task = parse(TrainArguments, "", [config, *passed_on, "--output_dir", str(folder)]).task
@@ -128,7 +135,9 @@ def main() -> None:
                 parser.error(f"{tasks[task]} and {config} are both of the task {task}.")
             tasks[task] = config
         planned = [
-            make_run(f"{task}_{system}", system, seed, folder, [config, *passed_on], TrainArguments)
+            make_run(
+                f"{task}_{system}", system, seed, folder, [config, *passed_on, *folders.get(task, [])], TrainArguments
+            )
             for seed in arguments.seeds
             for task, config in tasks.items()
             for system in arguments.systems

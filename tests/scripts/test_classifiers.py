@@ -215,6 +215,8 @@ def test_comparison_on_long_range_arena(tmp_path):
     lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert lines == table(runs) and any("Linear Transformer" in line and "40.03 +- 0.70" in line for line in lines)
     assert (tmp_path / "out" / "accuracy.png").stat().st_size > 1000
+    refused = run("compare_lra.py", *command, "--data_dir", tmp_path, check=False)
+    assert refused.returncode and "--data_dir must be TASK=FOLDER" in refused.stderr
     refused = run("compare_lra.py", config, *command, "--systems", "linear", check=False)
     assert refused.returncode and "both of the task listops" in refused.stderr
 
