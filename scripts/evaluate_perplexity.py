@@ -132,6 +132,11 @@ def main() -> None:
     arguments = parse(Arguments, __doc__)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    files = {arguments.split: arguments.text_file} if arguments.text_file else None
+    splits = load_text(arguments.dataset_name, arguments.dataset_config_name, arguments.text_column, files)
+    if arguments.split not in splits:
+        raise SystemExit(f"--split {arguments.split!r} is not there; there are {', '.join(splits)}.")
+    rows = splits[arguments.split]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=arguments.dtype)
@@ -141,11 +146,6 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.tokenizer_name or arguments.model_name_or_path)
     if len(tokenizer) > model.config.vocab_size:
         raise SystemExit(f"The tokenizer has {len(tokenizer)} entries, the model {model.config.vocab_size}.")
-    files = {arguments.split: arguments.text_file} if arguments.text_file else None
-    splits = load_text(arguments.dataset_name, arguments.dataset_config_name, arguments.text_column, files)
-    if arguments.split not in splits:
-        raise SystemExit(f"--split {arguments.split!r} is not there; there are {', '.join(splits)}.")
-    rows = splits[arguments.split]
     limit = getattr(model.config, "max_position_embeddings", None)
     if getattr(model.config, "position_embedding_type", "learned") != "learned":
         limit = None

@@ -332,6 +332,7 @@ class Lock:
         self.folder, self.path = folder, folder / ".lock"
 
     def __enter__(self):
+        self.made = [path for path in (self.folder / "checkpoints", self.folder) if not path.exists()]
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "w")
@@ -347,6 +348,10 @@ class Lock:
     def __exit__(self, *_):
         self.path.unlink(missing_ok=True)
         self.file.close()
+        # What did not begin leaves nothing behind.
+        for folder in self.made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def prepare_folder(arguments: LoopArguments, accelerator: Accelerator) -> Path | None:
@@ -509,14 +514,15 @@ class _Loop:
             done = step + 1
             self.state["units"] += new_units
             line = {"step": done, self.task.unit: self.state["units"], "loss": loss, "grad_norm": norm}
-            self.log.append(line | {"rate": arguments.rate(step)})
+            learning_rate = arguments.learning_rate * arguments.rate(step)
+            self.log.append(line | {"learning_rate": learning_rate})
             speed = {f"{self.task.unit}/s": f"{units / seconds:,.0f}"} if seconds else {}
             progress.set_postfix({"loss": f"{loss:.3f}"} | speed | validation, refresh=False)
             progress.update()
             is_last = done == arguments.max_steps
             if arguments.report_to != "none" and (done % arguments.logging_steps == 0 or is_last):
                 accelerator.log(
-                    {"train/loss": loss, "train/grad_norm": norm, "train/rate": arguments.rate(step)}, done
+                    {"train/loss": loss, "train/grad_norm": norm, "train/learning_rate": learning_rate}, done
                 )
             took = time.perf_counter() - began
             self.state["seconds"] += took

@@ -332,6 +332,14 @@ def test_one_process_at_a_time(tmp_path):
         pass
 
 
+def test_a_start_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for folder in (tmp_path / "new" / "run", tmp_path / "mine"):
+        with pytest.raises(SystemExit, match="no such folder"):
+            run(tmp_path / "nothing", folder)
+    assert not (tmp_path / "new" / "run").exists() and not any((tmp_path / "mine").iterdir())
+
+
 def test_a_validation_that_is_not_finite_stops_too(corpus, tmp_path, monkeypatch):
     given = arguments(corpus, tmp_path / "run", eval_steps=4, checkpointing_steps=2)
     accelerator = given.make_accelerator()
