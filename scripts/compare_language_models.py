@@ -7,7 +7,8 @@ The YAML file is one of `train_wikitext.py`; flags that are not of this script g
 its number of components and "forget" for a forget gate, and flags of their own after "@", as in
 gma:64@learning_rate=4e-3@mixture_learning_rate=1e-2. Every run has a folder of its own, and one that was interrupted
 goes on where it was. Writes comparison.json, comparison.md and perplexity.png, of the systems and seeds that were
-asked for; runs that are there already are not made again.
+asked for; runs that are there already are not made again. With --speed_rounds, once all is trained, training steps of
+all systems are timed in turn on a machine that is best left alone meanwhile, and the table has those speeds.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import json
 import statistics
 from pathlib import Path
 
+import torch
 import yaml
+from arguments import parse
 from comparison import Run, grouped, label, make_parser, make_run, parse_known, plot_curves, train_all
 from files import write_figure, write_json, write_text
 from matplotlib import pyplot
+from tqdm.auto import tqdm
 from train_wikitext import Arguments as TrainArguments
-from training import plain_ticks
+from train_wikitext import LanguageModelling
+from training import BareSteps, plain_ticks
 
 
 # Table 3 of the paper: WikiText-103, 20,000 steps of 16,384 tokens, one A100.
@@ -48,13 +53,37 @@ def summary(run: Run, results: dict, evaluations: list[dict]) -> dict:
     return {"perplexity": results["validation"]["perplexity"], "curve": curve} | kept
 
 
+def measure_speeds(planned: list[Run], rounds: int) -> dict:
+    """Tokens a second of forward, backward and optimizer step of every system, timed in turn; the best of each."""
+    steps, tokens = {}, {}
+    for run in planned:
+        if run.system not in steps:
+            arguments = parse(TrainArguments, "", run.flags)
+            accelerator = arguments.make_accelerator()
+            steps[run.system] = BareSteps(LanguageModelling(arguments, accelerator), arguments, accelerator)
+            tokens[run.system] = arguments.block_size * arguments.per_device_train_batch_size
+            tokens[run.system] *= arguments.gradient_accumulation_steps
+    # The first of each warms up.
+    for _ in tqdm(range(rounds + 1), desc="timing", unit="round"):
+        for of_system in steps.values():
+            of_system.measure(0.0)
+    speeds = {system: tokens[system] / min(of_system.seconds[1:]) for system, of_system in steps.items()}
+    return {"tokens_per_second": speeds, "rounds": rounds, "threads": torch.get_num_threads()}
+
+
+def read_speeds(folder: Path) -> dict | None:
+    path = folder / "speeds.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def write_report(runs: list[dict], folder: Path) -> None:
-    write_text(folder / "comparison.md", "\n".join(table(runs)) + "\n")
+    write_text(folder / "comparison.md", "\n".join(table(runs, read_speeds(folder))) + "\n")
     plot(runs, folder / "perplexity.png")
 
 
-def table(runs: list[dict]) -> list[str]:
+def table(runs: list[dict], speeds: dict | None = None) -> list[str]:
     """Markdown lines: validation perplexity, mean and spread over seeds, and tokens a second, beside the paper's."""
+    measured = speeds["tokens_per_second"] if speeds else {}
     first = runs[0]
     arguments = first["arguments"]
     lines = [
@@ -69,10 +98,11 @@ def table(runs: list[dict]) -> list[str]:
     for system, of_system in sorted(grouped(runs).items(), key=_perplexity):
         values = [run["perplexity"] for run in of_system]
         spread = f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        speed = measured.get(system) or max(run["tokens_per_second"] for run in of_system)
         paper = PAPER.get(system.split("@")[0])
         lines.append(
             f"| {label(system)} | {of_system[0]['parameters']:,} | {len(values)} | "
-            f"{statistics.mean(values):.2f}{spread} | {max(run['tokens_per_second'] for run in of_system):,.0f} | "
+            f"{statistics.mean(values):.2f}{spread} | {speed:,.0f} | "
             + (f"{paper[0]:.2f} +- {paper[1]:.2f} | {paper[2]:,} |" if paper else "| |")
         )
     return lines
@@ -103,6 +133,7 @@ def plot(runs: list[dict], path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__, SYSTEMS)
     parser.add_argument("config", nargs="?", help="YAML file of train_wikitext.py")
+    parser.add_argument("--speed_rounds", type=int, default=0, help="time so many steps of each system, in turn")
     arguments, passed_on, folder = parse_known(parser)
     if arguments.report_only:
         runs = json.loads((folder / "comparison.json").read_text())
@@ -117,7 +148,10 @@ def main() -> None:
         ]
         script = Path(__file__).with_name("train_wikitext.py")
         runs = train_all(script, planned, folder, arguments.launcher, summary, write_report)
-    print("\n".join(table(runs)))
+        if arguments.speed_rounds > 0:
+            write_json(folder / "speeds.json", measure_speeds(planned, arguments.speed_rounds))
+            write_report(runs, folder)
+    print("\n".join(table(runs, read_speeds(folder))))
     print(f"written to {folder}: comparison.json, comparison.md, perplexity.png")
 
 

@@ -135,3 +135,7 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     lines = (output / "comparison.md").read_text().splitlines()
     assert lines == table(runs) and any("Linear Transformer" in line and "44.81 +- 0.11" in line for line in lines)
     assert (output / "perplexity.png").stat().st_size > 1000
+    compare("linear", "gma:4", "--speed_rounds", "2")
+    speeds = json.loads((output / "speeds.json").read_text())["tokens_per_second"]
+    assert set(speeds) == {"linear", "gma:4"} and min(speeds.values()) > 0
+    assert any(f"| {speeds['linear']:,.0f} |" in line for line in (output / "comparison.md").read_text().splitlines())
