@@ -1,52 +1,320 @@
-"""What can be said of responsibilities in numbers."""
+"""What can be said of responsibilities in numbers.
+
+`RunningStatistics` gathers sums over any number of tokens, in memory that does not grow with them; the functions here
+say what the sums mean. They take probabilities, tables of counts (how often component k had a token of category c) and
+moments (the mean of products of responsibilities), with any dimensions before the last ones.
+"""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import nn
 
 from .mixture import GaussianMixture
 
 
+# Below this share of the largest, an eigenvalue of moments is what rounding left of zero.
+ROUNDING = 1e-13
+
+# A head whose usage has a smaller entropy, over log K, has collapsed: of 128 components it uses about three.
+COLLAPSED = 0.25
+
+
+def entropy(probabilities: torch.Tensor) -> torch.Tensor:
+    """In nats, over the last dimension: (.., K) -> (..)."""
+    tiny = torch.finfo(probabilities.dtype).tiny
+    # Not the negative, which has a zero of its own.
+    return 0.0 - (probabilities * probabilities.clamp(min=tiny).log()).sum(-1)
+
+
 def normalised_entropy(probabilities: torch.Tensor) -> torch.Tensor:
     """Entropy over the last dimension, in units of its largest possible value: (.., K) -> (..)."""
     components = probabilities.shape[-1]
-    entropy = torch.special.entr(probabilities).sum(-1)
-    return entropy / math.log(components) if components > 1 else torch.zeros_like(entropy)
+    return entropy(probabilities) / (math.log(components) if components > 1 else 1.0)
 
 
-def usage_statistics(responsibilities: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How a layer uses its components: (B, H, N, K) -> for each head (H,)
+def effective_components(usage: torch.Tensor) -> torch.Tensor:
+    """How many components, used alike, would have the entropy of this usage: (.., K) -> (..), from 1 to K."""
+    return entropy(usage).exp()
 
-    usage_entropy: entropy of the mean responsibilities, over log K. One: all components are used alike.
-    token_entropy: mean entropy of the tokens, over log K. Zero: every token goes to one component.
-    active: share of components that are the largest of some token.
+
+def usage_overlap(query_usage: torch.Tensor, key_usage: torch.Tensor) -> torch.Tensor:
+    """The share of usage that queries and keys have in common, (.., K) -> (..).
+
+    One: what is read most is what is written most. Zero: no component is both written and read.
     """
-    gamma = responsibilities.transpose(0, 1).flatten(1, 2)
-    components = gamma.shape[-1]
-    largest = torch.zeros(gamma.shape[0], components, device=gamma.device)
-    largest.scatter_(1, gamma.argmax(-1), 1.0)
-    return {
-        "usage_entropy": normalised_entropy(gamma.mean(1)),
-        "token_entropy": normalised_entropy(gamma).mean(1),
-        "active": largest.mean(1),
-    }
+    return torch.minimum(query_usage, key_usage).sum(-1)
+
+
+def effective_rank(query_moments: torch.Tensor, key_moments: torch.Tensor) -> torch.Tensor:
+    """The effective rank of the affinity of all tokens with each other, Gamma^Q (Gamma^K)^T: (.., K, K) -> (..).
+
+    It is the exponential of the entropy of the singular values over their sum, from 1 to K (Roy and Vetterli, 2007).
+    Moments suffice: with Gamma^T Gamma = R^T R on both sides, the affinity has the singular values of R_Q R_K^T.
+    """
+    singular = torch.linalg.svdvals(_root(query_moments) @ _root(key_moments).mT)
+    return effective_components(singular / singular.sum(-1, keepdim=True))
+
+
+def _root(moments: torch.Tensor) -> torch.Tensor:
+    """R of R^T R = moments."""
+    values, vectors = torch.linalg.eigh(moments)
+    values = torch.where(values > ROUNDING * values[..., -1:], values, 0.0)
+    return values.sqrt().unsqueeze(-1) * vectors.mT
+
+
+def principal_axes(usage: torch.Tensor, moments: torch.Tensor, count: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """PCA of responsibility vectors: (.., K), (.., K, K) -> axes (.., count, K) and their shares of the variance.
+
+    The largest entry of an axis is positive. Shares are zero where nothing varies.
+    """
+    covariance = moments - usage.unsqueeze(-1) * usage.unsqueeze(-2)
+    values, vectors = torch.linalg.eigh(covariance)
+    axes = vectors.mT.flip(-2)[..., :count, :]
+    largest = axes.gather(-1, axes.abs().argmax(-1, keepdim=True))
+    total = covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    shares = values.flip(-1)[..., :count].clamp(min=0) / total.clamp(min=torch.finfo(total.dtype).tiny)
+    # Differences of moments that are equal leave about this much.
+    shares = torch.where(total > ROUNDING * moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True), shares, 0.0)
+    return axes * largest.sign(), shares
+
+
+def purity(table: torch.Tensor) -> torch.Tensor:
+    """The share of a component's tokens that its largest category has: (.., K, C) -> (.., K); NaN without tokens."""
+    return table.amax(-1) / table.sum(-1)
+
+
+def weighted_purity(table: torch.Tensor) -> torch.Tensor:
+    """The mean purity of the components that tokens go to: (.., K, C) -> (..)."""
+    return table.amax(-1).sum(-1) / table.sum((-2, -1))
+
+
+def mutual_information(table: torch.Tensor) -> torch.Tensor:
+    """Between component and category, in nats: (.., K, C) -> (..)."""
+    joint = table / table.sum((-2, -1), keepdim=True)
+    return (entropy(joint.sum(-1)) + entropy(joint.sum(-2)) - entropy(joint.flatten(-2))).clamp(min=0)
+
+
+def normalised_mutual_information(table: torch.Tensor) -> torch.Tensor:
+    """Mutual information over the smaller of the two entropies, as in the paper: (.., K, C) -> (..), from 0 to 1.
+
+    Zero where that entropy is zero: one component, or one category, tells nothing.
+    """
+    total = table.sum((-2, -1)).unsqueeze(-1)
+    smaller = torch.minimum(entropy(table.sum(-1) / total), entropy(table.sum(-2) / total))
+    return torch.where(smaller > 0, mutual_information(table) / smaller, 0.0)
+
+
+ALIGNMENT = {
+    "weighted_purity": weighted_purity,
+    "mutual_information": mutual_information,
+    "normalised_mutual_information": normalised_mutual_information,
+}
+
+
+def count_pairs(components: torch.Tensor, categories: torch.Tensor, num_components: int, num_categories: int):
+    """How often each component met each category: (.., T) and (T,) -> (.., K, C) in int64."""
+    pairs = components * num_categories + categories
+    counts = torch.zeros(*pairs.shape[:-1], num_components * num_categories, dtype=torch.long, device=pairs.device)
+    counts.scatter_add_(-1, pairs, torch.ones_like(pairs))
+    return counts.unflatten(-1, (num_components, num_categories))
+
+
+def permuted_tables(table: torch.Tensor, permutations: int = 100, seed: int = 0) -> torch.Tensor:
+    """Tables as they come out when the tokens' categories are shuffled: (K, C) -> (permutations, K, C).
+
+    Only a table's margins matter to that, so it is drawn from them, without the tokens: each component in turn draws
+    its tokens from those that are left, category by category.
+    """
+    generator = np.random.default_rng(seed)
+    counts = table.detach().cpu().to(torch.long).numpy()
+    left = np.broadcast_to(counts.sum(0), (permutations, counts.shape[1])).copy()
+    drawn = np.zeros((permutations, *counts.shape), dtype=np.int64)
+    for component, size in enumerate(counts.sum(1)):
+        missing = np.full(permutations, size)
+        for category in range(counts.shape[1]):
+            rest = left[:, category + 1 :].sum(1)
+            drawn[:, component, category] = generator.hypergeometric(left[:, category], rest, missing)
+            missing -= drawn[:, component, category]
+        left -= drawn[:, component]
+    return torch.from_numpy(drawn)
+
+
+def permutation_baseline(
+    table: torch.Tensor, permutations: int = 100, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation of each alignment of components and categories when categories are shuffled."""
+    if permutations < 2:
+        raise ValueError(f"`permutations` must be at least 2, got {permutations}.")
+    tables = permuted_tables(table, permutations, seed).double()
+    values = {name: function(tables) for name, function in ALIGNMENT.items()}
+    return {name: (value.mean().item(), value.std().item()) for name, value in values.items()}
+
+
+def tokens_of_heads(
+    responsibilities: torch.Tensor, mask: torch.Tensor | None = None, average: bool = True
+) -> torch.Tensor:
+    """What `RunningStatistics` takes: (B, H, N, K) -> (H + 1, T, K), every head and last the average of the heads.
+
+    `mask` (B, N) says which tokens count; `average=False` leaves the average out.
+    """
+    heads = responsibilities.transpose(0, 1).flatten(1, 2)
+    if mask is not None:
+        heads = heads[:, mask.flatten().to(device=heads.device, dtype=torch.bool)]
+    return torch.cat([heads, heads.mean(0, keepdim=True)]) if average else heads
+
+
+class RunningStatistics:
+    """Sums over tokens from which all statistics follow.
+
+    ```python
+    >>> statistics = RunningStatistics(num_categories=10, moments=True)
+    >>> for gamma, categories in batches:  # (B, H, N, K), (B, N)
+    ...     statistics.update(tokens_of_heads(gamma), categories.flatten())
+    >>> statistics.summary()["usage_entropy"]  # (H + 1,): every head, and their average
+    ```
+
+    Args:
+        num_categories: how many categories tokens have, if `update` is given them.
+        moments: whether to keep what `effective_rank` and `principal_axes` need.
+
+    Attributes: `count`, the number of tokens, and for each group, such as a head,
+        `usage` (G, K), the mean responsibilities;
+        `assigned` (G, K), how many tokens each component is the largest of;
+        `table` (G, K, C), the same for each category;
+        `moments` (G, K, K), the mean of products of two responsibilities.
+    """
+
+    def __init__(self, num_categories: int | None = None, moments: bool = False):
+        self.num_categories, self.has_moments = num_categories, moments
+        self.count = 0
+
+    def update(self, responsibilities: torch.Tensor, categories: torch.Tensor | None = None) -> torch.Tensor:
+        """Take in responsibilities (G, T, K) of tokens and their categories (T,); returns hard assignments (G, T)."""
+        if responsibilities.dim() != 3:
+            raise ValueError(
+                f"`responsibilities` must be (groups, tokens, components), got {tuple(responsibilities.shape)}."
+            )
+        groups, tokens, components = responsibilities.shape
+        if (categories is None) != (self.num_categories is None):
+            raise ValueError("`categories` and `num_categories` go together.")
+        if categories is not None and categories.shape != (tokens,):
+            raise ValueError(f"`categories` must be ({tokens},), one a token, got {tuple(categories.shape)}.")
+        largest, assignments = responsibilities.max(-1)
+        sums = {
+            "usage": responsibilities.sum(1),
+            "entropy": entropy(responsibilities).sum(-1),
+            "largest": largest.sum(-1),
+        }
+        if self.has_moments:
+            sums["moments"] = responsibilities.mT @ responsibilities
+        sums = {name: value.double() for name, value in sums.items()}
+        labels = torch.zeros_like(assignments[0]) if categories is None else categories.to(assignments.device)
+        table = count_pairs(assignments, labels, components, self.num_categories or 1)
+        if self.count == 0:
+            self._sums, self.table = sums, table
+        elif self.table.shape[:2] != (groups, components):
+            raise ValueError(
+                f"`responsibilities` must go on with {self.table.shape[0]} groups and {self.table.shape[1]} "
+                f"components, got {groups} and {components}."
+            )
+        else:
+            for name, value in sums.items():
+                self._sums[name] += value
+            self.table += table
+        self.count += tokens
+        return assignments
+
+    @property
+    def usage(self) -> torch.Tensor:
+        return self._mean("usage")
+
+    @property
+    def moments(self) -> torch.Tensor:
+        if not self.has_moments:
+            raise ValueError("`moments` were not kept: construct with `moments=True`.")
+        return self._mean("moments")
+
+    @property
+    def assigned(self) -> torch.Tensor:
+        return self.table.sum(-1)
+
+    def _mean(self, name: str) -> torch.Tensor:
+        if self.count == 0:
+            raise ValueError("No token has been counted yet: call `update`.")
+        return self._sums[name] / self.count
+
+    def summary(self) -> dict[str, torch.Tensor]:
+        """For each group, (G,):
+
+        usage_entropy: entropy of the mean responsibilities, over log K. One: all components are used alike.
+        token_entropy: mean entropy of the tokens, over log K. Zero: every token goes to one component.
+        mean_maximum: mean of the tokens' largest responsibility.
+        active: share of components that are the largest of some token.
+        effective_components: how many components, used alike, would have the entropy of the usage.
+
+        With categories also how far hard assignments go with them: weighted_purity, mutual_information (nats) and
+        normalised_mutual_information.
+        """
+        usage = self.usage
+        components = usage.shape[-1]
+        figures = {
+            "usage_entropy": normalised_entropy(usage),
+            "token_entropy": self._mean("entropy") / (math.log(components) if components > 1 else 1.0),
+            "mean_maximum": self._mean("largest"),
+            "active": (self.assigned > 0).double().mean(-1),
+            "effective_components": effective_components(usage),
+        }
+        if self.num_categories is not None:
+            figures |= {name: function(self.table.double()) for name, function in ALIGNMENT.items()}
+        return figures
+
+
+def usage_statistics(responsibilities: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """What `RunningStatistics.summary` says of one tensor, and the tokens that count: (B, H, N, K) -> heads (H,)."""
+    statistics = RunningStatistics()
+    statistics.update(tokens_of_heads(responsibilities, mask, average=False))
+    return statistics.summary()
 
 
 @torch.no_grad()
 def mixture_health(model: nn.Module, **inputs) -> dict[str, float]:
-    """Figures to watch while a model trains, over all layers and heads; keys and queries together.
+    """Figures to watch while a model trains, over all layers and heads; keys and queries together, without padding.
 
-    Beside the means, the smallest `usage_entropy` of any head: near zero, its components have collapsed into one.
+    Beside the means, the smallest `usage_entropy` of any head, and which it is: near zero, its components have
+    collapsed into one. `collapse_warning` says so in words.
     """
     outputs = model(**inputs, output_responsibilities=True, use_cache=False)
-    layers = [usage_statistics(torch.cat(pair, dim=2)) for pair in outputs.responsibilities]
-    figures = {name: torch.cat([layer[name] for layer in layers]) for name in layers[0]}
+    mask = inputs.get("attention_mask")
+    mask = None if mask is None else torch.cat([mask, mask], dim=1)
+    layers = [usage_statistics(torch.cat(pair, dim=2), mask) for pair in outputs.responsibilities]
+    figures = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     variances = [module()[1] for module in model.modules() if isinstance(module, GaussianMixture)]
+    smallest = figures["usage_entropy"].argmin()
+    heads = figures["usage_entropy"].shape[1]
     return {
         **{name: values.mean().item() for name, values in figures.items()},
-        "smallest_usage_entropy": figures["usage_entropy"].min().item(),
+        "smallest_usage_entropy": figures["usage_entropy"].flatten()[smallest].item(),
+        "smallest_usage_layer": int(smallest) // heads,
+        "smallest_usage_head": int(smallest) % heads,
+        "smallest_effective_components": figures["effective_components"].flatten()[smallest].item(),
+        "collapsed_heads": int((figures["usage_entropy"] < COLLAPSED).sum()),
         "smallest_variance": min(variance.min().item() for variance in variances),
     }
+
+
+def collapse_warning(health: dict[str, float], num_components: int) -> str | None:
+    """What `mixture_health` found, in words, if components have collapsed; None if not."""
+    if num_components == 1 or not health.get("collapsed_heads"):
+        return None
+    others = health["collapsed_heads"] - 1
+    more = f", and {others} more head{'s' if others > 1 else ''} like it" if others else ""
+    return (
+        f"Components have collapsed: head {health['smallest_usage_head']} of layer {health['smallest_usage_layer']} "
+        f"uses about {health['smallest_effective_components']:.1f} of its {num_components} (usage entropy "
+        f"{health['smallest_usage_entropy']:.2f}, below {COLLAPSED}){more}. It mixes nearly all tokens alike. "
+        f"Smaller learning rates for the mixtures, or a longer warmup, may keep them apart."
+    )
