@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from configuration_gma import GMAConfig
 
 from .attention import GMAAttention
+from .callbacks import MixtureHealthCallback
 from .functional import (
     gaussian_mixture_attention,
     gaussian_mixture_attention_weights,
@@ -52,6 +53,7 @@ __all__ = [
     "GMAModel",
     "GMAPreTrainedModel",
     "GaussianMixture",
+    "MixtureHealthCallback",
     "gaussian_mixture_attention",
     "gaussian_mixture_attention_weights",
     "gaussian_responsibilities",

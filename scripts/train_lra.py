@@ -159,6 +159,10 @@ class LongRangeArena(Task):
     def units(self, batch: dict) -> int:
         return len(batch["labels"])
 
+    def watched(self) -> dict[str, torch.Tensor]:
+        example = self.collate([self.splits["validation"].with_format("numpy")[0]])
+        return {name: example[name] for name in ("input_ids", "attention_mask")}
+
     def evaluate(self, model, accelerator: Accelerator) -> dict[str, float]:
         return self._accuracy(model, "validation")
 

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import set_seed
 from checkpoints import unwrap
 from data.wikitext import Blocks, load_text, load_tokenizer, tokenize, train_tokenizer
 from torch.utils.data import DataLoader, Subset
@@ -32,7 +32,6 @@ from training import ModelArguments, Task, start
 
 from baselines import build_twin
 from modeling_gma import GMAConfig, GMAForCausalLM
-from modeling_gma.diagnostics import mixture_health
 from modeling_gma.mixture import MEAN_SCALE, SCORE_SPREAD, GaussianMixture
 
 
@@ -179,12 +178,8 @@ class LanguageModelling(Task):
             raise SystemExit(f"The model is not causal: later tokens change earlier logits by {error:.2g}.")
         return "prefix check: later tokens change earlier logits by exactly 0"
 
-    def health(self, model) -> dict[str, float]:
-        if self.arguments.mixer != "gma" or self.accelerator.distributed_type == DistributedType.FSDP:
-            return {}
-        model = unwrap(model)
-        tokens = self.validation[0]["input_ids"].unsqueeze(0).to(model.device)
-        return mixture_health(model, input_ids=tokens)
+    def watched(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.validation[0]["input_ids"].unsqueeze(0)}
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import broadcast
+from accelerate.utils import DistributedType, broadcast
 from arguments import parse
 from checkpoints import (
     cannot_write,
@@ -48,7 +48,8 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from baselines import MIXERS, twin_config
-from modeling_gma import GMAConfig, parameter_groups
+from modeling_gma import GaussianMixture, GMAConfig, parameter_groups
+from modeling_gma.diagnostics import collapse_warning, mixture_health
 
 
 try:
@@ -234,9 +235,9 @@ class Task:
         """What must hold before the first step, in a sentence; raise SystemExit if it does not."""
         return ""
 
-    def health(self, model) -> dict[str, float]:
-        """Figures to watch while it trains."""
-        return {}
+    def watched(self) -> dict[str, torch.Tensor]:
+        """Inputs of the model without its head: an example whose routing is watched while a GMA model trains."""
+        raise NotImplementedError
 
     def test(self, model, accelerator: Accelerator) -> dict[str, float]:
         """Metrics of the best weights at the end."""
@@ -591,13 +592,16 @@ class _Loop:
         self.model.eval()
         with torch.no_grad():
             figures = self.task.evaluate(self.model, self.accelerator)
-            health = self.task.health(self.model)
+            health = self._health()
         self.model.train()
         value, best = figures[self.task.metric], self.state["best"]
         if not math.isfinite(value):
             self._refuse_non_finite(f"Step {step}: validation {self.task.metric}", value, self.log[-1]["grad_norm"])
         line = {"step": step, self.task.unit: self.state["units"], "seconds": self.state["seconds"]}
-        self.log.append(line | {"evaluation": figures, "mixture": health})
+        warning = collapse_warning(health, unwrap(self.model).config.num_components) if health else None
+        if warning and self.accelerator.is_main_process:
+            progress.write(f"Step {step}: {warning}")
+        self.log.append(line | {"evaluation": figures, "mixture": health} | ({"warning": warning} if warning else {}))
         if self.arguments.report_to != "none":
             named = {f"validation/{name}": x for name, x in figures.items()}
             self.accelerator.log(named | {f"mixture/{name}": x for name, x in health.items()}, step)
@@ -605,6 +609,15 @@ class _Loop:
             return False
         self.state["best"] = {"step": step, "value": value}
         return True
+
+    def _health(self) -> dict[str, float]:
+        """Figures of the mixtures, if there are any and they are whole in this process."""
+        model = unwrap(self.model)
+        has_mixtures = any(isinstance(module, GaussianMixture) for module in model.modules())
+        if not has_mixtures or self.accelerator.distributed_type == DistributedType.FSDP:
+            return {}
+        inputs = {name: value.to(self.accelerator.device) for name, value in self.task.watched().items()}
+        return mixture_health(model.base_model, **inputs)
 
     def _save(self, step: int) -> None:
         accelerator = self.accelerator

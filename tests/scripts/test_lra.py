@@ -47,6 +47,7 @@ def test_every_mixer(mixer, tmp_path, cache):
     results = run(arguments(tmp_path / "run", cache, mixer=mixer))
     assert results["examples"] == 96 and 0 <= results["test"]["accuracy"] <= 1
     assert results["majority_class"] == max(results["label_histogram"]) / 90
+    assert bool(results["mixture"]) == (mixer == "gma")
     assert results["examples_in_split"] == {"train": 90, "validation": 2000, "test": 2000}
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
     assert model.config.num_labels == 10 and model.config.vocab_size == 257 and not model.config.is_causal

@@ -96,6 +96,7 @@ def test_what_a_run_leaves(whole):
     results = json.loads((whole / "results.json").read_text())
     assert results["tokens"] == STEPS * 4 * 16 and results["validation"]["perplexity"] > 1
     assert set(results["mixture"]) >= {"usage_entropy", "token_entropy", "active", "smallest_variance"}
+    assert not any("warning" in line for line in (json.loads(x) for x in (whole / "log.jsonl").open()))
     assert str(whole.parent) not in (whole / "results.json").read_text()
     assert list(losses(whole)) == list(range(1, STEPS + 1))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(whole), AutoTokenizer.from_pretrained(whole)
@@ -263,6 +264,22 @@ def test_a_loss_that_is_not_finite_stops_and_writes_nothing(corpus, tmp_path, mo
         train(lambda *_: task, given, accelerator)
     assert list(checkpoint_steps(tmp_path / "run" / "checkpoints")) == [4]
     assert not (tmp_path / "run" / "results.json").exists() and len(losses(tmp_path / "run")) == 4
+
+
+def test_collapsed_components_are_told_in_words(corpus, tmp_path, capsys):
+    def make_task(*given):
+        task = LanguageModelling(*given)
+        with torch.no_grad():
+            task.model.model.layers[1].mixer.mixture_norm.alpha[0, 2] = 100.0
+        return task
+
+    given = arguments(corpus, tmp_path / "run", max_steps=1)
+    results = train(make_task, given, given.make_accelerator())
+    assert results["mixture"]["collapsed_heads"] == 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (warning,) = [line["warning"] for line in lines if "warning" in line]
+    assert "head 0 of layer 1 uses about 1.0 of its 4" in warning
+    assert f"Step 1: {warning}" in "".join(capsys.readouterr())
 
 
 def test_a_full_disk_is_said_and_leaves_what_was_there(corpus, tmp_path, monkeypatch):
