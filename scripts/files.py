@@ -25,9 +25,12 @@ def write_json(path: Path, content) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def write_figure(path: Path, figure) -> None:
-    """A pyplot figure as PNG; it is closed."""
-    aside = path.with_name(path.name + PART)
-    figure.savefig(aside, dpi=120, format="png")
+def write_figure(path: Path, figure, formats: tuple[str, ...] = ("png",)) -> None:
+    """A pyplot figure as PNG, or in these formats, each with its own suffix; it is closed."""
+    for kind in formats:
+        aside = path.with_name(path.name + PART)
+        # A picture is the same as often as it is made.
+        with pyplot.rc_context({"svg.hashsalt": path.stem}):
+            figure.savefig(aside, dpi=120, format=kind, metadata={"Date": None} if kind == "svg" else None)
+        os.replace(aside, path.with_suffix(f".{kind}"))
     pyplot.close(figure)
-    os.replace(aside, path)

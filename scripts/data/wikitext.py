@@ -54,6 +54,23 @@ def load_text(
     `dataset` is the name of a Hub dataset or a local folder with files for each split; `files` names one for each
     split (a path, several, or a pattern) in its place.
     """
+    loaded = load_splits(dataset, dataset_config, files, cache_dir)
+    for split, rows in loaded.items():
+        if column not in rows.column_names:
+            there = [name for name in rows.column_names if name != "starts"]
+            raise SystemExit(f"--text_column {column!r} is not in the {split} split, which has {there}.")
+    if column != "text":
+        loaded = loaded.select_columns(column).rename_column(column, "text")
+    return DatasetDict({split: _with_starts(rows) for split, rows in loaded.items()})
+
+
+def load_splits(
+    dataset: str,
+    dataset_config: str | None = None,
+    files: dict[str, str] | None = None,
+    cache_dir: str | None = None,
+) -> DatasetDict:
+    """Splits with all their columns; of text files the lines, and whether each is the first of its file."""
     is_path = dataset.startswith((".", "~", os.sep)) or dataset.count("/") > 1
     if not files and is_path and not Path(dataset).expanduser().exists():
         raise SystemExit(f"--dataset_name {dataset}: there is no such folder.")
@@ -68,26 +85,17 @@ def load_text(
             )
         (builder,) = builders
         if builder == "text":
-            loaded = DatasetDict({split: _lines(names, cache_dir) for split, names in files.items()})
-        else:
-            loaded = load_dataset(builder, data_files=files, cache_dir=cache_dir)
-    else:
-        try:
-            loaded = load_dataset(dataset, dataset_config, cache_dir=cache_dir)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise SystemExit(
-                f"The Hub dataset {dataset!r} ({dataset_config or 'default'}) could not be loaded: {reason}\n"
-                f"Without a network, give local data: --dataset_name FOLDER with files named train.*, validation.* "
-                f"and test.*, or --train_file and --validation_file ({', '.join(BUILDERS)})."
-            ) from error
-    for split, rows in loaded.items():
-        if column not in rows.column_names:
-            there = [name for name in rows.column_names if name != "starts"]
-            raise SystemExit(f"--text_column {column!r} is not in the {split} split, which has {there}.")
-    if column != "text":
-        loaded = loaded.select_columns(column).rename_column(column, "text")
-    return DatasetDict({split: _with_starts(rows) for split, rows in loaded.items()})
+            return DatasetDict({split: _lines(names, cache_dir) for split, names in files.items()})
+        return load_dataset(builder, data_files=files, cache_dir=cache_dir)
+    try:
+        return load_dataset(dataset, dataset_config, cache_dir=cache_dir)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SystemExit(
+            f"The Hub dataset {dataset!r} ({dataset_config or 'default'}) could not be loaded: {reason}\n"
+            f"Without a network, give local data: --dataset_name FOLDER with files named train.*, validation.* "
+            f"and test.*, or --train_file and --validation_file ({', '.join(BUILDERS)})."
+        ) from error
 
 
 def _lines(names: list[str], cache_dir: str | None) -> Dataset:
