@@ -60,6 +60,9 @@ from modeling_gma.diagnostics import (
 
 SIDES = ("query", "key")
 
+# Tokens, spread over the text, that effective rank and principal axes are worked out from: more would cost time only.
+MOMENTS = 8192
+
 # Tokens whose responsibilities are kept for the PCA figures, and tokens listed for a component.
 SAMPLE, FREQUENT = 4000, 8
 
@@ -129,8 +132,9 @@ class Analysis:
         # Groups are the heads and last their average; which of them have tables and figures of their own.
         each = arguments.heads == "each"
         self.shown = {f"head_{h}": h for h in range(self.heads)} if each else {"average": self.heads}
+        every = max(text.count * text.length // MOMENTS, 1)
         self.statistics = [
-            {side: RunningStatistics(len(text.names), moments=True) for side in SIDES}
+            {side: RunningStatistics(len(text.names), every) for side in SIDES}
             for _ in range(config.num_hidden_layers)
         ]
         self.token_counts = torch.zeros(len(self.shown), self.components * len(text.tokenizer), dtype=torch.int32)
@@ -229,7 +233,7 @@ class Analysis:
         usage, counts = statistics.usage[group], statistics.table[group]
         number = list(self.shown).index(name)
         vectors = torch.cat(self.sample, dim=1)[number].double()
-        axes, shares = principal_axes(usage, statistics.moments[group], count=2)
+        axes, shares = principal_axes(statistics.moments_usage[group], statistics.moments[group], count=2)
         # One component has one axis, along which nothing lies.
         axes = torch.nn.functional.pad(axes, (0, 0, 0, 2 - len(axes)))
         passage = self.passage.layers[self.layer][SIDES.index(arguments.side)]

@@ -11,6 +11,7 @@ import numpy as np
 from files import write_figure
 from matplotlib import colors, pyplot
 from matplotlib.patches import Patch, Rectangle
+from training import plain_ticks
 
 
 # Paul Tol's muted scheme; the last is for the rest.
@@ -252,12 +253,17 @@ def query_against_key(routing: Routing):
     # What is never used is put on the edge of the logarithmic axes.
     least = 1e-3 / len(routing.usage)
     query, key = (100 * np.maximum(sides[side], least) for side in ("query", "key"))
-    figure, axis = pyplot.subplots(figsize=(5.4, 5.2), layout="constrained")
-    axis.plot([100 * least, 100], [100 * least, 100], color="0.6", linewidth=1, zorder=0)
+    limits = 0.7 * min(query.min(), key.min()), 1.6 * max(query.max(), key.max())
+    figure, axis = pyplot.subplots(figsize=(5.6, 5.4), layout="constrained")
+    axis.plot(limits, limits, color="0.6", linewidth=1, zorder=0)
     axis.scatter(key, query, s=16, color=COLOURS[0], alpha=0.7, linewidths=0)
     for component in np.argsort(-np.maximum(query, key))[:6]:
         axis.annotate(str(component), (key[component], query[component]), xytext=(4, 2), textcoords="offset points")
-    axis.set(xscale="log", yscale="log", aspect="equal", xlim=(100 * least, 130), ylim=(100 * least, 130))
+    axis.set(xscale="log", yscale="log", aspect="equal", xlim=limits, ylim=limits)
+    for part in (axis.xaxis, axis.yaxis):
+        plain_ticks(part)
+    axis.tick_params(which="both", labelsize=8)
+    axis.tick_params(axis="x", which="both", rotation=90)
     axis.set(xlabel="written by keys: mean responsibility, %", ylabel="read by queries: mean responsibility, %")
     _titled(axis, f"What is written and what is read: {routing.overlap:.0%} in common", routing)
     return figure

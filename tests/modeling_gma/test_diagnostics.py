@@ -83,7 +83,7 @@ def categories(request):
     return torch.randint(0, request.param, (BATCH, TOKENS)), request.param
 
 
-def gathered(responsibilities, categories=None, num_categories=None, moments=False):
+def gathered(responsibilities, categories=None, num_categories=None, moments=0):
     """The statistics of a tensor that comes row by row."""
     statistics = RunningStatistics(num_categories, moments)
     for row in range(BATCH):
@@ -188,7 +188,7 @@ def test_overlap_of_usage(gamma):
 
 
 def test_effective_rank_of_the_affinity(gamma):
-    query, key = (gathered(side, moments=True) for side in gamma)
+    query, key = (gathered(side, moments=1) for side in gamma)
     found = effective_rank(query.moments, key.moments)
     for group, (queries, keys) in enumerate(zip(groups_of(gamma[0]), groups_of(gamma[1]))):
         singular = np.linalg.svd(np.array(queries) @ np.array(keys).T, compute_uv=False)
@@ -199,7 +199,7 @@ def test_effective_rank_of_the_affinity(gamma):
 
 
 def test_principal_axes(gamma):
-    statistics = gathered(gamma[0], moments=True)
+    statistics = gathered(gamma[0], moments=1)
     count = min(2, gamma[0].shape[-1])
     axes, shares = principal_axes(statistics.usage, statistics.moments, count)
     for group, tokens in enumerate(groups_of(gamma[0])):
@@ -212,6 +212,15 @@ def test_principal_axes(gamma):
         turn = np.sign((axes[group].numpy() * expected.components_).sum(1, keepdims=True))
         np.testing.assert_allclose(axes[group].numpy(), turn * expected.components_, atol=1e-9)
         assert (axes[group].max(-1).values == axes[group].abs().max(-1).values).all()
+
+
+def test_moments_of_some_tokens():
+    gamma = soft()
+    statistics = gathered(gamma, moments=3)
+    some = tokens_of_heads(gamma[:, :, ::3])
+    assert statistics.count == BATCH * TOKENS
+    torch.testing.assert_close(statistics.moments, some.mT @ some / some.shape[1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(statistics.moments_usage, some.mean(1), rtol=0, atol=1e-12)
 
 
 def test_permuted_tables_keep_their_margins():
@@ -263,7 +272,7 @@ def test_permutation_baseline_of_one_category():
 
 
 def test_sums_do_not_grow(gamma):
-    statistics = gathered(gamma[0], torch.zeros(BATCH, TOKENS, dtype=torch.long), 1, moments=True)
+    statistics = gathered(gamma[0], torch.zeros(BATCH, TOKENS, dtype=torch.long), 1, moments=1)
 
     def size():
         return sum(x.numel() for x in [*statistics._sums.values(), statistics.table])
@@ -287,7 +296,7 @@ def test_what_does_not_fit_is_refused():
     statistics.update(torch.rand(2, 5, 4), torch.zeros(5, dtype=torch.long))
     with pytest.raises(ValueError, match="must go on with 2 groups and 4 components, got 2 and 6"):
         statistics.update(torch.rand(2, 5, 6), torch.zeros(5, dtype=torch.long))
-    with pytest.raises(ValueError, match="`moments` were not kept"):
+    with pytest.raises(ValueError, match="No moments were kept"):
         _ = statistics.moments
 
 
