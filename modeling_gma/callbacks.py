@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from .diagnostics import collapse_warning, mixture_health
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 logger = logging.get_logger(__name__)
