@@ -36,7 +36,7 @@ from data.labelled import LabelledText, load_labelled
 from data.wikitext import load_tokenizer
 from explorer import Passage, write_explorer
 from files import write_json, write_text
-from memory import peak_memory
+from memory import keep_freed_memory, peak_memory
 from responsibility_figures import Routing, visible, write_figures, write_grid
 from responsibility_report import category_rows, component_rows, layer_rows, permutation_rows, report_lines
 from tqdm.auto import tqdm
@@ -292,6 +292,7 @@ def load_model(name: str, device: str, dtype: str) -> GMAModel:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
+    keep_freed_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
