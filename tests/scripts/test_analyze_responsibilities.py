@@ -18,8 +18,9 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from matplotlib import pyplot
 from sklearn.decomposition import PCA
 from sklearn.metrics import mutual_info_score
+from transformers import GPT2Config, GPT2Model
 
-from modeling_gma import GMAConfig, GMAForCausalLM
+from modeling_gma import GMAConfig, GMAForCausalLM, GMAModel
 from modeling_gma.categories import CATEGORIES, surface_category
 
 
@@ -316,3 +317,33 @@ def test_what_cannot_be_read_is_said(folder, changed, sentence):
 def test_help_teaches():
     done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "explorer.html" in done.stdout and "--label_function" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "fields, changed",
+    [
+        ({"num_components": 1}, {}),
+        ({"forget_gate": True, "position_embedding_type": "none"}, {"dtype": "bfloat16"}),
+        ({"is_causal": False}, {"side": "key", "heads": "each"}),
+    ],
+    ids=["one component", "fading in bfloat16", "both ways"],
+)
+def test_models_of_other_kinds(folder, tmp_path, fields, changed):
+    tokenizer = load_tokenizer(str(folder / "model"))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_components": 4}
+    config = GMAConfig(vocab_size=len(tokenizer), **(sizes | fields))
+    GMAModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    analysis = analysed(flags(folder, model_name_or_path=str(tmp_path / "model"), **changed))
+    write_results(analysis, tmp_path)
+    assert (analysis.passage.log_decays[0] is not None) == config.forget_gate
+    text = (tmp_path / "statistics.json").read_text()
+    assert "NaN" not in text and json.loads(text)["tokens"] == SEQUENCES * LENGTH
+
+
+def test_other_models_are_refused(tmp_path):
+    GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="is no GMA model but a GPT2Model"):
+        load_model(str(tmp_path), "cpu", "auto")
+    with pytest.raises(SystemExit, match="cannot be loaded"):
+        load_model(str(tmp_path / "nothing"), "cpu", "auto")
