@@ -30,6 +30,7 @@ VERSION = 1
 SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 BUILDERS = {
     ".txt": "text",
+    ".md": "text",
     ".tokens": "text",
     ".raw": "text",
     ".parquet": "parquet",
