@@ -7,7 +7,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as CacheLayer
 
@@ -26,30 +25,6 @@ from .mixture import GaussianMixture
 
 # sigmoid(4) = 0.982: memory starts with a half-life of 38 tokens.
 FORGET_GATE_BIAS = 4.0
-
-
-# Standard deviation of the queries' bias at the start, in units of what else is in them. A query that reads all slots
-# alike weighs all keys alike, whatever they do: each writes a mass of one. Only once the queries of a head prefer some
-# slots can a key gain or lose weight by where it goes, and recent keys over old ones: with no bias, heads are as good
-# as without recency after 1,000 steps. Linear attention, whose features have no fixed sum, needs no such start. By
-# validation perplexity on IMDb after 4 of 8 million tokens (4 layers of width 128, 4 heads, K = 64, one seed): 142.1
-# without, 141.5, 141.7 and 140.0 with 6, 8 and 16.
-QUERY_OFFSET = 16.0
-
-
-class QueryLinear(Linear):
-    """The projection into queries. Its bias, if it has one, begins away from zero."""
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        # What `nn.Linear` makes of inputs of unit variance.
-        self.reset_bias(3**-0.5)
-
-    @torch.no_grad()
-    def reset_bias(self, routing_std: float) -> None:
-        """Start for queries whose entries have this standard deviation without it."""
-        if self.bias is not None:
-            init.normal_(self.bias, std=QUERY_OFFSET * routing_std)
 
 
 class GMAForgetGate(nn.Module):
@@ -81,7 +56,7 @@ class GMAAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
         routing_size, value_size = (self.num_heads * dim for dim in (config.routing_dim, config.value_dim))
-        self.q_proj = QueryLinear(config.hidden_size, routing_size, bias=config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
         self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)

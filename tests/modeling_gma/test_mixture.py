@@ -41,24 +41,15 @@ def test_initial_mixture(tiny_config):
 
 @pytest.mark.parametrize("hidden_size", [128, 512, 2048])
 def test_initial_entropies_do_not_depend_on_width(hidden_size, tiny_config):
-    """Keys go to all components, and queries of a head prefer some, however wide the model."""
+    """Every component is used, and every token uses most of them, however wide the model."""
     heads = hidden_size // 64
     config = tiny_config(hidden_size=hidden_size, num_attention_heads=heads, num_components=64, initializer_range=0.02)
     model = GMAModel(config).eval()
     with torch.no_grad():
         outputs = model(torch.randint(3, 99, (4, 100)), output_responsibilities=True)
-    for query, key in outputs.responsibilities:
-        assert normalised_entropy(key.mean((0, 2))).min() > 0.95
-        assert 0.95 < normalised_entropy(key).mean() < 0.999
-        assert 0.1 < normalised_entropy(query.mean((0, 2))).mean() < 0.6
-
-
-def test_queries_without_a_bias_begin_in_the_middle(tiny_config):
-    mixer = GMAModel(tiny_config(attention_bias=False)).layers[0].mixer
-    assert mixer.q_proj.bias is None
-    with torch.no_grad():
-        query, key = mixer(torch.randn(2, 50, 32), output_responsibilities=True)[2]
-    assert normalised_entropy(query).mean() == pytest.approx(normalised_entropy(key).mean().item(), abs=0.02)
+    for gamma in (gamma for pair in outputs.responsibilities for gamma in pair):
+        assert normalised_entropy(gamma.mean((0, 2))).min() > 0.95
+        assert 0.95 < normalised_entropy(gamma).mean() < 0.999
 
 
 def test_a_start_narrower_than_the_floor(tiny_config):
