@@ -8,7 +8,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from configuration_gma import GMAConfig
 
@@ -31,19 +30,22 @@ from .modeling_gma import (
 from .optimization import parameter_groups
 
 
+__version__ = "0.1.0"
+
+AUTO_CLASSES = {
+    AutoModel: GMAModel,
+    AutoModelForCausalLM: GMAForCausalLM,
+    AutoModelForMaskedLM: GMAForMaskedLM,
+    AutoModelForSequenceClassification: GMAForSequenceClassification,
+    AutoModelForTokenClassification: GMAForTokenClassification,
+}
+
 AutoConfig.register("gma", GMAConfig, exist_ok=True)
-for _auto_class, _model_class in (
-    (AutoModel, GMAModel),
-    (AutoModelForCausalLM, GMAForCausalLM),
-    (AutoModelForMaskedLM, GMAForMaskedLM),
-    (AutoModelForSequenceClassification, GMAForSequenceClassification),
-    (AutoModelForTokenClassification, GMAForTokenClassification),
-):
+for _auto_class, _model_class in AUTO_CLASSES.items():
     _auto_class.register(GMAConfig, _model_class, exist_ok=True)
-# By this table `Trainer` knows that labels are to be shifted when it smooths them.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["gma"] = GMAForCausalLM.__name__
 
 __all__ = [
+    "AUTO_CLASSES",
     "GMAAttention",
     "GMAConfig",
     "GMAForCausalLM",

@@ -20,6 +20,12 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -633,6 +639,12 @@ class GMAForTokenClassification(GMAPreTrainedModel):
             responsibilities=outputs.responsibilities,
         )
 
+
+# By these tables pipelines know the models they are for, and `Trainer` that it has to shift labels that it smooths.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["gma"] = GMAForCausalLM.__name__
+MODEL_FOR_MASKED_LM_MAPPING_NAMES["gma"] = GMAForMaskedLM.__name__
+MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["gma"] = GMAForSequenceClassification.__name__
+MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["gma"] = GMAForTokenClassification.__name__
 
 __all__ = [
     "GMAForCausalLM",

@@ -1,0 +1,1 @@
+"""From a checkpoint to a Hub repository that anybody can load: export, check, push."""
