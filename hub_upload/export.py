@@ -183,7 +183,11 @@ def package_imports(source: str) -> list[str]:
 
 def requirements() -> list[str]:
     """What the package needs, without extras."""
-    return [line for line in metadata.requires("modeling-gma") or [] if "extra ==" not in line]
+    try:
+        lines = metadata.requires("modeling-gma") or []
+    except metadata.PackageNotFoundError:
+        raise SystemExit("The package modeling-gma is not installed: `pip install .` in its folder.") from None
+    return [line for line in lines if "extra ==" not in line]
 
 
 def without_paths(value):

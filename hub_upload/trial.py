@@ -37,7 +37,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 if not task["forbidden"]:
     import modeling_gma  # noqa: F401 (registers GMA with the Auto classes)
 
-TEXT = "The model reads this text."
+TEXT = "The text"
 
 
 class Loaded:
@@ -95,7 +95,7 @@ class Loaded:
         if self.task == "fill-mask":
             if run.tokenizer.mask_token is None:
                 return "none without a mask token"
-            text = f"The model {run.tokenizer.mask_token} this text."
+            text = f"The {run.tokenizer.mask_token}"
         options = {"max_new_tokens": 8, "do_sample": False} if self.task == "text-generation" else {}
         result = run(text, **options)
         if self.task == "text-generation":

@@ -9,7 +9,8 @@ Data: a Hub dataset, or files (csv, json, jsonl or parquet) with a column of tex
 words. Where there is no validation split, a share of the training split is it. All flags of `TrainingArguments` are
 flags here; a YAML file may come first. In the output folder: the best model with its tokenizer, for
 pipeline("text-classification", model="out"), results.json and accuracy.png. Trainer's checkpoints are in its folder
-checkpoints until the end; --resume_from_checkpoint latest goes on from the newest of them.
+checkpoints until the end; --resume_from_checkpoint latest goes on from the newest of them. --push_to_hub true
+--hub_model_id owner/name exports, checks and pushes the model (private, unless --hub_private_repo false).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from transformers.utils import logging
 
 import modeling_gma  # noqa: F401 (registers GMA with the Auto classes)
 from configuration_gma import GMAConfig
+from hub_upload.publish import publish, refuse_early
 
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -117,6 +119,11 @@ class Arguments(TrainingArguments):
                 raise ValueError(f"--{name} {path} must be one of {', '.join(BUILDERS)}.")
             if path is not None and not Path(path).expanduser().is_file():
                 raise ValueError(f"--{name} {path}: there is no such file.")
+        refuse_early(self.push_to_hub, self.hub_model_id)
+        if self.hub_token is not None:
+            raise ValueError("--hub_token is for all to see among the processes: set HF_TOKEN, or `hf auth login`.")
+        # Trainer would push checkpoints of its own.
+        self.publishes, self.push_to_hub = self.push_to_hub, False
         self.folder = Path(self.output_dir).expanduser().resolve()
         self.output_dir = str(self.folder / "checkpoints")
         self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.save_steps
@@ -304,6 +311,10 @@ def finetune(arguments: Arguments) -> dict:
         "trained_parameters": trained,
         "examples": {split: len(rows) for split, rows in splits.items()},
         "start": "from scratch" if arguments.from_scratch or not arguments.model_name_or_path else "checkpoint",
+        "base_model": arguments.model_name_or_path,
+        "dataset_name": arguments.dataset_name,
+        "dataset_config_name": arguments.dataset_config_name,
+        "train_file": arguments.train_file,
         "lora": arguments.lora,
         "learning_rate": arguments.learning_rate,
         "epochs": trainer.state.epoch,
@@ -316,9 +327,8 @@ def finetune(arguments: Arguments) -> dict:
     if trainer.is_world_process_zero():
         model = trainer.model.merge_and_unload() if arguments.lora else trainer.accelerator.unwrap_model(trainer.model)
         save(model, tokenizer, results, folder)
-        if arguments.push_to_hub:
-            model.push_to_hub(arguments.hub_model_id or folder.name, private=arguments.hub_private_repo)
-            tokenizer.push_to_hub(arguments.hub_model_id or folder.name)
+        if arguments.publishes:
+            publish(folder, arguments.hub_model_id, public=arguments.hub_private_repo is False)
     return results
 
 

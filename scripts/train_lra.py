@@ -56,6 +56,8 @@ class Arguments(ModelArguments):
     def __post_init__(self):
         if self.task not in TASKS:
             raise ValueError(f"--task must be one of {list(TASKS)}, got {self.task!r}.")
+        if self.push_to_hub and self.task == "retrieval":
+            raise ValueError("--push_to_hub does not go with --task retrieval: no Auto class loads its two towers.")
         for name in ("max_length", "train_size", "eval_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -48,6 +48,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from baselines import MIXERS, twin_config
+from hub_upload.publish import publish, refuse_early
 from modeling_gma import GaussianMixture, GMAConfig, parameter_groups
 from modeling_gma.diagnostics import collapse_warning, mixture_health
 
@@ -72,6 +73,8 @@ FREE = {
     "preprocessing_num_workers",
     "per_device_eval_batch_size",
     "cache_dir",
+    "push_to_hub",
+    "hub_model_id",
 }
 
 
@@ -121,8 +124,13 @@ class LoopArguments:
         default=0,
         metadata={"help": "After each of so many steps, time the bare model's forward, backward and AdamW step too."},
     )
+    push_to_hub: bool = field(
+        default=False, metadata={"help": "Export, check and push the best model at the end, to a private repository."}
+    )
+    hub_model_id: str | None = field(default=None, metadata={"help": "That repository: owner/name."})
 
     def __post_init__(self):
+        refuse_early(self.push_to_hub, self.hub_model_id)
         least = {"max_steps": 1, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "num_workers": 0}
         least |= {"gradient_accumulation_steps": 1, "logging_steps": 1, "eval_steps": 1, "checkpointing_steps": 1}
         least |= {"checkpoints_kept": 1, "warmup_steps": 0, "bare_steps": 0, "weight_decay": 0, "max_grad_norm": 0}
@@ -184,6 +192,8 @@ class ModelArguments(LoopArguments):
         super().__post_init__()
         if self.mixer != "gma" and self.mixer not in MIXERS:
             raise ValueError(f"--mixer must be one of {['gma', *MIXERS]}, got {self.mixer!r}.")
+        if self.push_to_hub and self.mixer != "gma":
+            raise ValueError(f"--push_to_hub goes with --mixer gma, got {self.mixer!r}: baselines stay here.")
         try:
             twin_config(self.config(), self.mixer)
         except Exception as error:
@@ -297,7 +307,11 @@ def start(make_task, arguments_class: type[LoopArguments], description: str) -> 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     results = train(make_task, arguments, accelerator)
-    return results if accelerator.is_main_process else None
+    if results is None or not accelerator.is_main_process:
+        return None
+    if arguments.push_to_hub:
+        publish(Path(arguments.output_dir).expanduser().resolve(), arguments.hub_model_id)
+    return results
 
 
 def train(make_task, arguments: LoopArguments, accelerator: Accelerator) -> dict | None:
