@@ -246,14 +246,14 @@ def hub():
 def run(tmp_path):
     """Run a command in a new process that knows the Hub, a token and an empty cache, and nothing of ours but ROOT."""
 
-    def run(*command, hub=None, token=TOKEN, python=sys.executable, **variables):
+    def run(*command, hub=None, token=TOKEN, program=sys.executable, **variables):
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "GMA_"))}
         environment |= {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         # The Hub here knows large files by LFS alone.
         environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         environment |= {"HF_ENDPOINT": hub.endpoint} if hub else {"HF_HUB_OFFLINE": "1"}
         environment |= {"HF_TOKEN": token} if token else {}
-        command = [python, *map(str, command)]
+        command = [program, *map(str, command)]
         return subprocess.run(command, env=environment | variables, capture_output=True, text=True, cwd=tmp_path)
 
     return run

@@ -1,6 +1,9 @@
 """--push_to_hub: from the command that trains to a model on the Hub."""
 
 import json
+import os
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -54,6 +57,23 @@ def test_training_ends_on_the_hub(run, hub, texts, tmp_path):
     assert json.loads(files["results.json"])["arguments"]["dataset_name"] == "texts"
     for said in (done.stdout, done.stderr, json.dumps(results), *map(repr, files.values())):
         assert TOKEN not in said
+
+
+def test_commands_of_the_readme(run, hub, checkpoints, tmp_path):
+    """From a trained checkpoint to a loaded Hub model by what stands there, with a token in place of the login."""
+    section = (ROOT / "README.md").read_text().partition("## Publishing a model")[2].partition("\n## ")[0]
+    publishing, loading, _ = re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
+    assert "hf auth login" in publishing
+    shutil.copytree(checkpoints["causal"], tmp_path / "quickstart_output")
+    python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    script = re.sub(r"^hf auth login.*$", "", publishing, flags=re.MULTILINE)
+    done = run("-ec", script, hub=hub, program="bash", **python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "modeling_gma.py" in hub.files("owner/gma-quickstart")
+    elsewhere = {"PYTHONPATH": "", "HF_HOME": str(tmp_path / "empty")}
+    done = run("-ec", loading, hub=hub, program="bash", **python, **elsewhere)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("The")
 
 
 def test_fine_tuning_goes_the_same_way(tmp_path, monkeypatch, capsys):
