@@ -32,4 +32,4 @@ test: lint
 	$(VENV)/bin/python -m pytest -n 2 --durations 10
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
