@@ -28,7 +28,7 @@ from huggingface_hub import ModelCard
 
 import modeling_gma
 from hub_upload.card import KINDS, measured
-from hub_upload.export import ANALYSIS, PACKAGES, TOKENIZER_FILES, auto_map, flatten, requirements
+from hub_upload.export import ABSOLUTE_PATH, ANALYSIS, PACKAGES, TOKENIZER_FILES, auto_map, flatten, requirements
 from hub_upload.record import digests, read_record, write_record
 
 
@@ -39,7 +39,6 @@ SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 FIGURE = re.compile(rf"{ANALYSIS}/[\w-]+\.png")
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib"}
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
-ABSOLUTE = re.compile(r"(?<![\w:/.<>~)\]-])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:\\\w+|(?<!\w)~/\w+")
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 # What a launcher or a login leaves in the environment, and processes that are to be strangers must not see.
@@ -121,8 +120,8 @@ def _look_inside(folder: Path, name: str) -> list[str]:
             # Pieces of paths are words like others.
             content.pop("model", None)
         text = "\n".join(strings(content))
-    if name not in ("vocab.json", "merges.txt") and ABSOLUTE.search(text):
-        found.append(f"{name} holds an absolute path: {ABSOLUTE.search(text)[0]}.")
+    if name not in ("vocab.json", "merges.txt") and ABSOLUTE_PATH.search(text):
+        found.append(f"{name} holds an absolute path: {ABSOLUTE_PATH.search(text)[0]}.")
     return found
 
 

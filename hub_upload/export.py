@@ -27,6 +27,7 @@ from transformers.utils import logging
 import configuration_gma
 import modeling_gma
 from hub_upload.card import make_card
+from hub_upload.push import refuse_name
 from hub_upload.record import digests, read_record, write_record
 from modeling_gma import AUTO_CLASSES, GMAConfig, GMAPreTrainedModel
 
@@ -36,6 +37,9 @@ MODULES = ("configuration_gma", "modeling_gma")  # where loading begins; what th
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 TOKENIZER_FILES |= {"vocab.json", "merges.txt", "chat_template.jinja"}
 ANALYSIS = "analysis"  # folder of what scripts/analyze_responsibilities.py writes
+ABSOLUTE_PATH = re.compile(
+    r"(?<![\w:/.<>~)\]-])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:(?:\\[\w.@+-]+)+|(?<!\w)~(?:/[\w.@+-]+)+"
+)
 SHARD_SIZE = "5GB"
 
 
@@ -48,6 +52,9 @@ def export(
 ) -> None:
     """Write the folder `out`, whole, and the record beside it."""
     checkpoint, out = Path(checkpoint).expanduser().resolve(), Path(out).expanduser().resolve()
+    refuse_name(hub_model_id)
+    if not re.fullmatch(r"\d+(KB|MB|GB)", max_shard_size):
+        raise SystemExit(f"--max_shard_size must be a number with KB, MB or GB, such as 5GB, got {max_shard_size!r}.")
     if out == checkpoint or out in checkpoint.parents:
         raise SystemExit(f"OUT {out} is or holds the checkpoint; name another folder.")
     if out.exists() and not overwrite:
@@ -193,11 +200,11 @@ def requirements() -> list[str]:
 def without_paths(value):
     """The same JSON with every absolute path cut to its last part: folders of this machine are nobody's business."""
     if isinstance(value, dict):
-        return {name: without_paths(of_one) for name, of_one in value.items()}
+        return {without_paths(name): without_paths(of_one) for name, of_one in value.items()}
     if isinstance(value, list):
         return [without_paths(of_one) for of_one in value]
-    if isinstance(value, str) and re.match(r"[/~]|[A-Za-z]:[\\/]", value):
-        return re.split(r"[\\/]", value.rstrip("\\/"))[-1]
+    if isinstance(value, str):
+        return ABSOLUTE_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], value)
     return value
 
 

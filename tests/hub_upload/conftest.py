@@ -25,6 +25,7 @@ from modeling_gma import (
     GMAForMaskedLM,
     GMAForSequenceClassification,
     GMAForTokenClassification,
+    GMAModel,
 )
 
 
@@ -275,6 +276,7 @@ def make_checkpoints(folder: Path) -> dict[str, Path]:
         "classifier": GMAForSequenceClassification(both_ways),
         "masked": GMAForMaskedLM(both_ways),
         "tagger": GMAForTokenClassification(both_ways),
+        "encoder": GMAModel(both_ways),
         "lora": get_peft_model(GMAForSequenceClassification(both_ways), adapters).merge_and_unload(),
         "sharded": GMAForCausalLM(causal).to(torch.bfloat16),
     }

@@ -133,6 +133,9 @@ def test_what_cannot_be_exported_is_said(checkpoints, tmp_path):
     assert "unexpected keys" in broken(edit(num_hidden_layers=1))
     assert "merge them" in broken(lambda folder: (folder / "adapter_config.json").write_text("{}"))
     assert "cannot be loaded" in broken(lambda folder: (folder / "model.safetensors").unlink())
+    for name, value in (("hub_model_id", "a/b\n# c"), ("max_shard_size", "large")):
+        with pytest.raises(SystemExit, match="must be"):
+            export(checkpoints["causal"], tmp_path / "out", **{name: value})
 
 
 TRAINED = {
@@ -190,6 +193,14 @@ def test_card_without_results_has_no_figures(exported):
     card = ModelCard.load(exported["causal"] / "README.md")
     assert card.data.eval_results is None and card.data.datasets is None
     assert "Nothing was measured" in card.text
+
+
+@pytest.mark.parametrize("name", ["causal", "classifier", "masked", "tagger", "encoder"])
+def test_code_of_the_card_runs(name, exported, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (exported[name] / "README.md").read_text(), flags=re.DOTALL)
+    assert code.count('"OWNER/NAME"') == 2
+    exec(code.replace("OWNER/NAME", str(exported[name])), {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_card_of_a_fine_tuned_model(checkpoints, tmp_path):
