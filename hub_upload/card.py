@@ -10,18 +10,20 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 
+ANALYSIS = "responsibilities"  # folder of what scripts/analyze_responsibilities.py writes
+
 CITATION = """@article{huang2026gaussian,
   title = {Gaussian Mixture Attention: Linear-Time Sequence Mixing via Probabilistic Latent Routing},
   author = {Huang, Yongchao and Raza, Hassan},
   year = {2026}
 }"""
 
-# Tables 2 and 3 of the paper: data, metric, components -> value.
+# Tables 2 and 3 of the paper: data, split, metric, components -> value.
 PAPER = {
-    ("wikitext-103-raw-v1", "perplexity", 128): "42.62 ± 0.38 (20,000 steps of 16,384 tokens)",
-    ("wikitext-103-raw-v1", "perplexity", 256): "41.72 ± 0.21 (20,000 steps of 16,384 tokens)",
-    ("lra-listops", "accuracy", 128): "0.4117 ± 0.0023 (20 epochs, length 2,000)",
-    ("lra-text", "accuracy", 128): "0.6497 ± 0.0021 (20 epochs, length 4,000)",
+    ("wikitext-103-raw-v1", "validation", "perplexity", 128): "42.62 ± 0.38 (20,000 steps of 16,384 tokens)",
+    ("wikitext-103-raw-v1", "validation", "perplexity", 256): "41.72 ± 0.21 (20,000 steps of 16,384 tokens)",
+    ("lra-listops", "test", "accuracy", 128): "0.4117 ± 0.0023 (20 epochs, length 2,000)",
+    ("lra-text", "test", "accuracy", 128): "0.6497 ± 0.0021 (20 epochs, length 4,000)",
 }
 
 # Class -> pipeline, what it is in words, the rest of the code that uses it.
@@ -62,7 +64,7 @@ print(model(**inputs).last_hidden_state)""",
 def make_card(folder: Path, model: PreTrainedModel, hub_model_id: str) -> ModelCard:
     """The card of a folder that holds everything else already."""
     results = _read(folder / "results.json")
-    statistics = _read(folder / "analysis" / "statistics.json")
+    statistics = _read(folder / ANALYSIS / "statistics.json")
     kind = type(model).__name__
     pipeline, words, _ = KINDS[kind]
     data, metrics = dataset(results), measured(results)
@@ -98,7 +100,7 @@ def make_card(folder: Path, model: PreTrainedModel, hub_model_id: str) -> ModelC
         "## Results",
         result_table(metrics, data, model.config.num_components),
         "## Routing",
-        routing(results, statistics, sorted((folder / "analysis").glob("*.png"))),
+        routing(results, statistics, sorted((folder / ANALYSIS).glob("*.png"))),
         "## Training",
         training(results, data),
         "## Model",
@@ -108,7 +110,7 @@ def make_card(folder: Path, model: PreTrainedModel, hub_model_id: str) -> ModelC
         "## Citation",
         f"```bibtex\n{CITATION}\n```",
     ]
-    body = "\n\n".join(section for section in sections)
+    body = "\n\n".join(sections)
     return ModelCard(f"---\n{card_data.to_yaml()}\n---\n\n{body}\n")
 
 
@@ -166,8 +168,8 @@ def usage(folder: Path, kind: str, hub_model_id: str) -> str:
     note = "`trust_remote_code=True` runs the modules of this repository: read them, and pin a `revision`. With the "
     note += "package installed, `import modeling_gma` takes their place and nothing has to be trusted."
     if not has_tokenizer:
-        note += " It has no tokenizer: its inputs are bytes, and "
-        note += f"{config['pad_token_id']} is padding."
+        note += f" No tokenizer came with it: its inputs are ids below {config['vocab_size']}"
+        note += f", and {config['pad_token_id']} is padding." if config.get("pad_token_id") is not None else "."
     return f"```bash\npip install -r requirements.txt\n```\n\n```python\n{text}\n```\n\n{note}"
 
 
@@ -177,7 +179,8 @@ def result_table(metrics: list, data: dict | None, components: int) -> str:
     lines = ["| split | metric | this model | the paper |", "| --- | --- | ---: | --- |"]
     names = (data or {}).get("config"), (data or {}).get("type")
     for split, name, value in metrics:
-        paper = next((PAPER[key] for key in ((of, name, components) for of in names) if key in PAPER), None)
+        keys = [(of, split, name, components) for of in names]
+        paper = next((PAPER[key] for key in keys if key in PAPER), None)
         lines.append(f"| {split} | {name} | {value:.4g} | {paper or 'not measured there'} |")
     return "\n".join([*lines, "", "From [results.json](results.json); the paper's from its tables 2 and 3."])
 
@@ -186,10 +189,11 @@ def routing(results: dict, statistics: dict, figures: list[Path]) -> str:
     parts = []
     if results.get("mixture"):
         parts += [_table(results["mixture"]), "At the best step, from [results.json](results.json)."]
-    numbers = {name: value for name, value in statistics.items() if isinstance(value, (int, float))}
-    if numbers:
-        parts += [_table(numbers), "From [analysis/statistics.json](analysis/statistics.json)."]
-    parts += [f"![{path.stem.replace('_', ' ')}](analysis/{path.name})" for path in figures]
+    for name, shown in list(statistics.get("shown", {}).items())[:1]:
+        numbers = {figure: value for figure, value in shown.items() if isinstance(value, (int, float))}
+        parts += [f"Of {statistics['tokens']:,} tokens, {statistics['side']} responsibilities, heads: {name}."]
+        parts += [_table(numbers), f"From [{ANALYSIS}/statistics.json]({ANALYSIS}/statistics.json)."]
+    parts += [f"![{path.stem.replace('_', ' ')}]({ANALYSIS}/{path.name})" for path in figures]
     return "\n\n".join(parts) or (
         "No analysis came with the checkpoint. `model(**inputs, output_responsibilities=True).responsibilities` gives "
         "query and key responsibilities of every layer."
@@ -223,11 +227,16 @@ def architecture(model: PreTrainedModel) -> str:
 
 
 def limits(model: PreTrainedModel) -> str:
-    lines = [
-        "For research on attention with latent routing. It was not tuned to follow instructions, nor made safe; it "
-        "repeats what is in its training data, wrong and unfair things too, and is not for decisions about people.",
-        "Assisted and speculative decoding are refused: the state cannot be rolled back.",
-    ]
+    lines = ["For research on attention with latent routing, and not for decisions about people."]
+    if type(model).__name__ in ("GMAForCausalLM", "GMAForMaskedLM"):
+        lines.append(
+            "It repeats what is in its training data, wrong and unfair things too; nothing was done to stop it."
+        )
+    if type(model).__name__ == "GMAForCausalLM":
+        lines.append("It was not tuned to follow instructions.")
+        lines.append("Assisted and speculative decoding are refused: the state cannot be rolled back.")
+    if "Classification" in type(model).__name__:
+        lines.append("It answers with one of its classes whatever it is given; figures hold for data like that above.")
     if model.config.position_embedding_type == "learned":
         lines.append(f"Sequences end at {model.config.max_position_embeddings} tokens: its positions are learned.")
     return "\n".join(f"- {line}" for line in lines)

@@ -27,8 +27,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 import modeling_gma
-from hub_upload.card import KINDS, measured
-from hub_upload.export import ABSOLUTE_PATH, ANALYSIS, PACKAGES, TOKENIZER_FILES, auto_map, flatten, requirements
+from hub_upload.card import ANALYSIS, KINDS, measured
+from hub_upload.export import ABSOLUTE_PATH, PACKAGES, TOKENIZER_FILES, auto_map, flatten, requirements
 from hub_upload.record import digests, read_record, write_record
 
 

@@ -4,9 +4,10 @@
     python -m hub_upload.check small_hub
     python -m hub_upload.push small_hub owner/name
 
-CHECKPOINT is what a training script or `save_pretrained` wrote: the model, its tokenizer if it has one, and
-results.json if it was measured. OUT then holds safetensors, a config that names the code, that code in one flat
-folder, the tokenizer, requirements.txt, results.json and the model card (README.md), which may be edited. The same
+CHECKPOINT is what a training script or `save_pretrained` wrote: the model, its tokenizer if it has one, results.json
+if it was measured, and a folder responsibilities if scripts/analyze_responsibilities.py wrote one there. OUT then
+holds safetensors, a config that names the code, that code in one flat folder, the tokenizer, requirements.txt,
+results.json, statistics and figures of responsibilities, and the model card (README.md), which may be edited. The same
 checkpoint gives the same bytes. OUT appears whole or not at all; what is known of it stands in OUT.record.json.
 """
 
@@ -26,7 +27,7 @@ from transformers.utils import logging
 
 import configuration_gma
 import modeling_gma
-from hub_upload.card import make_card
+from hub_upload.card import ANALYSIS, make_card
 from hub_upload.push import refuse_name
 from hub_upload.record import digests, read_record, write_record
 from modeling_gma import AUTO_CLASSES, GMAConfig, GMAPreTrainedModel
@@ -36,7 +37,6 @@ PACKAGES = ("configuration_gma", "modeling_gma")
 MODULES = ("configuration_gma", "modeling_gma")  # where loading begins; what they import comes along
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 TOKENIZER_FILES |= {"vocab.json", "merges.txt", "chat_template.jinja"}
-ANALYSIS = "analysis"  # folder of what scripts/analyze_responsibilities.py writes
 ABSOLUTE_PATH = re.compile(
     r"(?<![\w:/.<>~)\]-])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:(?:\\[\w.@+-]+)+|(?<!\w)~(?:/[\w.@+-]+)+"
 )

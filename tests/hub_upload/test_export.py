@@ -10,6 +10,7 @@ import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
+from hub_upload.check import look
 from hub_upload.export import auto_map, export, flatten, package_imports, without_paths
 from hub_upload.record import digests, read_record
 
@@ -159,12 +160,12 @@ TRAINED = {
 def card_of(checkpoint, results: dict, out) -> ModelCard:
     checkpoint = shutil.copytree(checkpoint, out.with_name("checkpoint"))
     (checkpoint / "results.json").write_text(json.dumps(results))
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "analysis").mkdir()
-    (checkpoint / "analysis" / "statistics.json").write_text(json.dumps({"weighted_purity": 0.4831, "layers": []}))
-    (checkpoint / "analysis" / "usage.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    assert config["model_type"] == "gma"
+    statistics = {"tokens": 640, "side": "query", "shown": {"average": {"weighted_purity": 0.4831, "permuted": {}}}}
+    (checkpoint / "responsibilities").mkdir()
+    (checkpoint / "responsibilities" / "statistics.json").write_text(json.dumps(statistics))
+    (checkpoint / "responsibilities" / "usage.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     export(checkpoint, out, hub_model_id="somebody/gma-small")
+    assert look(out) == []
     return ModelCard.load(out / "README.md")
 
 
@@ -178,13 +179,13 @@ def test_card_says_what_was_measured(checkpoints, tmp_path):
     assert {x.dataset_config for x in data.eval_results} == {"wikitext-103-raw-v1"}
     text = card.text
     assert 'AutoModelForCausalLM.from_pretrained("somebody/gma-small", trust_remote_code=True)' in text
-    for shown in ("| validation | perplexity | 42.52 |", "491,520", "0.9071", "0.4831", "analysis/usage.png"):
+    for shown in ("| validation | perplexity | 42.52 |", "491,520", "0.9071", "0.4831", "responsibilities/usage.png"):
         assert shown in text, shown
     assert "| seed | 3 |" in text and "2.13.0" in text and "bibtex" in text
 
 
 def test_card_has_the_papers_figures_beside_ours(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr("hub_upload.card.PAPER", {("wikitext-103-raw-v1", "perplexity", 4): "12.34"})
+    monkeypatch.setattr("hub_upload.card.PAPER", {("wikitext-103-raw-v1", "validation", "perplexity", 4): "12.34"})
     card = card_of(checkpoints["causal"], TRAINED, tmp_path / "out")
     assert "| 42.52 | 12.34 |" in card.text and "| 3.75 | not measured there |" in card.text
 
