@@ -163,7 +163,11 @@ def usage(folder: Path, kind: str, hub_model_id: str) -> str:
         f'model = {auto_class}.from_pretrained("{hub_model_id}", trust_remote_code=True)',
     ]
     if has_tokenizer:
-        lines += [f'tokenizer = AutoTokenizer.from_pretrained("{hub_model_id}")', KINDS[kind][2]]
+        # Without it, AutoTokenizer stops to ask.
+        lines += [
+            f'tokenizer = AutoTokenizer.from_pretrained("{hub_model_id}", trust_remote_code=True)',
+            KINDS[kind][2],
+        ]
     text = "\n".join(lines)
     note = "`trust_remote_code=True` runs the modules of this repository: read them, and pin a `revision`. With the "
     note += "package installed, `import modeling_gma` takes their place and nothing has to be trusted."

@@ -116,7 +116,7 @@ def _look_inside(folder: Path, name: str) -> list[str]:
             content = json.loads(text)
         except ValueError as error:
             return [*found, f"{name} is no JSON: {error}."]
-        if name == "tokenizer.json":
+        if name == "tokenizer.json" and isinstance(content, dict):
             # Pieces of paths are words like others.
             content.pop("model", None)
         text = "\n".join(strings(content))
@@ -173,7 +173,7 @@ def _look_at_config(folder: Path) -> list[str]:
             found.append(f"config.json names other code: {name} is {named.get(name)}, not {expected.get(name)}.")
     if tokenizer.get("auto_map"):
         found.append(f"tokenizer_config.json names code: {tokenizer['auto_map']}.")
-    if config.get("model_type") != "gma" or (config.get("architectures") or [None])[0] not in KINDS:
+    if config.get("model_type") != "gma" or config.get("architectures") not in [[kind] for kind in KINDS]:
         found.append(f"config.json is of {config.get('architectures')}, not of one of {', '.join(KINDS)}.")
     if (folder / "requirements.txt").read_text(encoding="utf-8").split() != requirements():
         found.append("requirements.txt is not what this package requires.")
@@ -261,7 +261,7 @@ def run_trials(folders: list[Path], checkpoints: list[str], with_package: bool, 
         source = str(Path(modeling_gma.__file__).parents[1])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")]))
     command = [sys.executable, str(Path(__file__).with_name("trial.py")), str(work / "task.json")]
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if not report.is_file():
         raise SystemExit(f"The process that loads the folders ended without a report:\n{done.stderr[-2000:]}")
     return json.loads(report.read_text())
@@ -307,7 +307,7 @@ def check(folders: list[Path | str], checkpoint: str | None = None) -> bool:
             weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             print(
                 f"{folder.name}: passed; {len(before[folder])} files, {size / 1e6:,.1f} MB, of which weights "
-                f"{weights / 1e6:,.1f} MB. Next: python -m hub_upload.push {folder.name} owner/name"
+                f"{weights / 1e6:,.1f} MB. Next: python -m hub_upload.push {os.path.relpath(folder)} owner/name"
             )
     return not failed
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
 import time
 from pathlib import Path
@@ -68,11 +69,13 @@ def refuse_unchecked(folder: Path, force: bool) -> dict[str, str]:
     if force or checked == files:
         return files
     if checked is None:
-        raise SystemExit(f"OUT {folder} was not checked: `python -m hub_upload.check {folder.name}`, or --force.")
+        raise SystemExit(
+            f"OUT {folder} was not checked: `python -m hub_upload.check {os.path.relpath(folder)}`, or --force."
+        )
     names = sorted(name for name in files.keys() | checked.keys() if files.get(name) != checked.get(name))
     raise SystemExit(
         f"OUT {folder} has changed since it was checked ({', '.join(names[:3])}): "
-        f"`python -m hub_upload.check {folder.name}` again, or --force."
+        f"`python -m hub_upload.check {os.path.relpath(folder)}` again, or --force."
     )
 
 

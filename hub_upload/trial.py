@@ -67,7 +67,7 @@ class Loaded:
     def tokenizer(self) -> str:
         if not self.has_tokenizer():
             return "there is none"
-        tokenizer = AutoTokenizer.from_pretrained(self.path)
+        tokenizer = AutoTokenizer.from_pretrained(self.path, **self.trust)
         ids = tokenizer(TEXT)["input_ids"]
         most = AutoConfig.from_pretrained(self.path, **self.trust).vocab_size
         demand(ids and max(ids) < most, f"it gives ids {ids} for a model of {most} tokens")
