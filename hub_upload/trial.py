@@ -20,8 +20,8 @@ def forbid_network(event: str, arguments: tuple) -> None:
 
 work = Path(sys.argv[1]).parent
 task = json.loads(Path(sys.argv[1]).read_text())
-# This file's folder, of which nothing is to be found by its name.
-del sys.path[0]
+# Nothing in this file's folder is to be found by its name.
+sys.path = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 sys.addaudithook(forbid_network)
 for name in task["forbidden"]:
     # How Python says that a module cannot be imported.

@@ -133,7 +133,7 @@ BROKEN = {
     "bytes of weights, its header tells of": lambda content: content + b"hidden",
     "which its shape": header_of(lambda header, name: header[name].update(shape=[1])),
     "unknown type": header_of(lambda header, name: header[name].update(dtype="X9")),
-    "absolute path": header_of(lambda header, name: header["__metadata__"].update(source="/root/secret/model")),
+    "absolute path": header_of(lambda header, name: header["__metadata__"].update(source="/srv/secret/model")),
 }
 
 
@@ -196,7 +196,7 @@ def test_network_and_package_are_out_of_reach(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["see /home/me/model", '"/tmp/x"', "C:\\Users\\me", "~/models", "path=/mnt/data/x", "(/work/main)"]
+    "text", ["see /home/me/model", '"/tmp/x"', "C:\\Users\\me", "~/models", "path=/mnt/data/x", "(/srv/models)"]
 )
 def test_absolute_paths_are_seen(text):
     assert ABSOLUTE_PATH.search(text)
