@@ -1,4 +1,5 @@
 import os
+import shutil
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -7,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from hypothesis import settings
+from playwright.sync_api import sync_playwright
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,6 +44,21 @@ class LargestTensor(TorchDispatchMode):
 @pytest.fixture
 def largest_tensor():
     return LargestTensor()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    path = next((found for found in map(shutil.which, names) if found), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(names)} is on the path")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    flags += ["--disable-sync", "--no-first-run"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=flags)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The demo page: what it computes, and, with GMA_BROWSER set, the page itself in headless Chromium."""
+"""The demo page: what it computes, and the page itself in headless Chromium."""
 
 import importlib.util
 import json
@@ -21,6 +21,7 @@ from hub_upload.demo import export_space
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "hub_upload" / "space" / "app.py"
+COLOURS = "[...document.querySelectorAll('#routing .token')].map(token => getComputedStyle(token).backgroundColor)"
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +72,7 @@ def test_space_is_whole(tmp_path, exported):
         export_space(tmp_path / "other", None, None)
 
 
-@pytest.mark.skipif("GMA_BROWSER" not in os.environ, reason="needs gradio, selenium and Chromium: set GMA_BROWSER=1")
-def test_page_in_a_browser(exported, tmp_path):
-    from selenium import webdriver
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
-
+def test_page_in_a_browser(browser, exported, tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -90,52 +86,40 @@ def test_page_in_a_browser(exported, tmp_path):
     command = [sys.executable, "app.py", "--port", str(port)]
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, cwd=tmp_path / "demo", env=environment, stdout=log, stderr=log)
-    options = webdriver.ChromeOptions()
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1000"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = None
+    page = browser.new_page(viewport={"width": 1200, "height": 1000})
+    page.set_default_timeout(60_000)
+    errors = []
+    page.on("console", lambda line: errors.append((line.location["url"], line.text)) if line.type == "error" else None)
+    page.on("dialog", lambda dialog: errors.append(("127.0.0.1", dialog.message)))
     try:
         wait_for(f"http://127.0.0.1:{port}/", server, tmp_path / "log")
-        browser = webdriver.Chrome(options=options)
-        wait = WebDriverWait(browser, 60)
-        browser.get(f"http://127.0.0.1:{port}/")
-        prompt = wait.until(lambda browser: browser.find_element(By.CSS_SELECTOR, "#prompt textarea"))
-        prompt.clear()
-        prompt.send_keys("The <script>alert(1)</script> text")
-        browser.find_element(By.ID, "generate").click()
-        tokens = wait.until(lambda browser: browser.find_elements(By.CSS_SELECTOR, "#routing .token"))
-        shown = "".join(token.get_property("textContent") for token in tokens)
-        assert shown.startswith("The <script>alert(1)</script> text") and len(tokens) > 40
-        components = [token.get_attribute("data-component") for token in tokens]
-        colours = colours_of(tokens)
-        assert len(set(components)) > 1 and len(set(colours)) > 1 and "rgba(0, 0, 0, 0)" not in colours
-        assert "component" in tokens[0].get_attribute("title")
-        browser.save_screenshot(os.environ["GMA_BROWSER"] + "-generate.png")
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.locator("#prompt textarea").fill("The <script>alert(1)</script> text")
+        page.locator("#generate").click()
+        tokens = page.locator("#routing .token")
+        tokens.first.wait_for()
+        assert "".join(tokens.all_text_contents()).startswith("The <script>alert(1)</script> text")
+        assert tokens.count() > 40 and "component" in tokens.first.get_attribute("title")
+        components = {token.get_attribute("data-component") for token in tokens.all()}
+        colours = colours_of(page)
+        assert len(components) > 1 and len(set(colours)) > 1 and "rgba(0, 0, 0, 0)" not in colours
 
-        browser.find_element(By.CSS_SELECTOR, "input[type=radio][value=writes]").click()
-        wait.until(lambda browser: colours_of(browser.find_elements(By.CSS_SELECTOR, "#routing .token")) != colours)
-        next(
-            tab for tab in browser.find_elements(By.CSS_SELECTOR, "button[role=tab]") if tab.text == "Classify"
-        ).click()
-        text = wait.until(lambda browser: browser.find_element(By.CSS_SELECTOR, "#text textarea"))
-        wait.until(lambda _: text.is_displayed())
-        text.send_keys("The text")
-        browser.find_element(By.ID, "classify").click()
-        wait.until(lambda browser: "LABEL_" in browser.find_element(By.ID, "classes").text)
-        browser.save_screenshot(os.environ["GMA_BROWSER"] + "-classify.png")
+        page.locator("input[type=radio][value=writes]").click()
+        page.wait_for_function(f"before => JSON.stringify({COLOURS}) !== JSON.stringify(before)", arg=colours)
+        page.get_by_role("tab", name="Classify").click()
+        page.locator("#text textarea").fill("The text")
+        page.locator("#classify").click()
+        page.locator("#classes").get_by_text("LABEL_").first.wait_for()
         # Fonts and icons from elsewhere cannot be had; nothing else may go wrong.
-        errors = [line["message"] for line in browser.get_log("browser") if line["level"] == "SEVERE"]
-        assert [message for message in errors if "127.0.0.1" in message and "favicon" not in message] == []
+        assert [error for error in errors if "127.0.0.1" in error[0] and "favicon" not in error[0]] == []
     finally:
-        if browser is not None:
-            browser.quit()
+        page.close()
         server.terminate()
         server.wait(20)
 
 
-def colours_of(tokens) -> list[str]:
-    return [token.value_of_css_property("background-color") for token in tokens]
+def colours_of(page) -> list[str]:
+    return page.evaluate(COLOURS)
 
 
 def wait_for(address: str, server: subprocess.Popen, log: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -15,25 +14,9 @@ from modeling_gma.attention import GMAForgetGate
 from modeling_gma.categories import token_texts
 
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
 # Each a token of its own, as a tokenizer of code may have it.
 NASTY = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 2'>", "\u202eright"]
 TEXT = f"a {NASTY[0]} is {NASTY[1]} &lt; {NASTY[2]} <!-- 🙂 é\n"
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-FLAGS += ["--disable-sync", "--no-first-run"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    path = next((found for found in map(shutil.which, names) if found), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(names)} is on the path")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 def make_passage(**fields):
