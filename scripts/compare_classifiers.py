@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 
-from comparison import MARKERS
+from comparison import MARKERS, mean_and_spread
 from files import write_figure, write_json, write_text
 from matplotlib import pyplot
 
@@ -49,19 +48,15 @@ def table(runs: list[dict]) -> list[str]:
     lines = ["| start | trained parameters | epochs | seeds | best validation, % | test, % |"]
     lines.append("| --- |" + " ---: |" * 5)
     for title, of_group in groups(runs).items():
-        cells = [_cell([100 * run[name] for run in of_group if run[name] is not None]) for name in ACCURACIES]
+        cells = [
+            mean_and_spread([100 * run[name] for run in of_group if run[name] is not None]) for name in ACCURACIES
+        ]
         first = of_group[0]
         lines.append(
             f"| {title} | {first['trained_parameters']:,} | {first['epochs_wanted']:g} | {len(of_group)} | "
             f"{' | '.join(cells)} |"
         )
     return lines
-
-
-def _cell(values: list[float]) -> str:
-    if not values:
-        return ""
-    return f"{statistics.mean(values):.2f}" + (f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def plot(runs: list[dict], path: Path) -> None:

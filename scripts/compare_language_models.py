@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import yaml
 from arguments import parse
-from comparison import Run, grouped, label, make_parser, make_run, parse_known, plot_curves, train_all
+from comparison import Run, grouped, label, make_parser, make_run, mean_and_spread, parse_known, plot_curves, train_all
 from files import write_figure, write_json, write_text
 from matplotlib import pyplot
 from tqdm.auto import tqdm
@@ -97,12 +97,11 @@ def table(runs: list[dict], speeds: dict | None = None) -> list[str]:
     ]
     for system, of_system in sorted(grouped(runs).items(), key=_perplexity):
         values = [run["perplexity"] for run in of_system]
-        spread = f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else ""
         speed = measured.get(system) or max(run["tokens_per_second"] for run in of_system)
         paper = PAPER.get(system.split("@")[0])
         lines.append(
             f"| {label(system)} | {of_system[0]['parameters']:,} | {len(values)} | "
-            f"{statistics.mean(values):.2f}{spread} | {speed:,.0f} | "
+            f"{mean_and_spread(values)} | {speed:,.0f} | "
             + (f"{paper[0]:.2f} +- {paper[1]:.2f} | {paper[2]:,} |" if paper else "| |")
         )
     return lines

@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 
 from arguments import parse
-from comparison import Run, grouped, label, make_parser, make_run, parse_known, plot_curves, train_all
+from comparison import Run, grouped, label, make_parser, make_run, mean_and_spread, parse_known, plot_curves, train_all
 from files import write_figure, write_text
 from matplotlib import pyplot
 from train_lra import Arguments as TrainArguments
@@ -72,7 +72,7 @@ def table(runs: list[dict]) -> list[str]:
     order = {system: _average(of_system) for system, of_system in grouped(runs).items()}
     for system in sorted(order, key=order.get, reverse=True):
         of_tasks = {task: [run for run in by_task[task] if run["system"] == system] for task in by_task}
-        cells = [_cell([run["accuracy"] for run in of_task]) for of_task in of_tasks.values()]
+        cells = [mean_and_spread([run["accuracy"] for run in of_task]) for of_task in of_tasks.values()]
         if len(by_task) > 1:
             cells.append(f"{order[system]:.2f}" if all(of_tasks.values()) else "")
         speeds = [max((run["examples_per_second"] for run in of_task), default=None) for of_task in of_tasks.values()]
@@ -90,12 +90,6 @@ def _average(runs: list[dict]) -> float:
     """Over tasks, of the mean over seeds."""
     tasks = grouped(runs, "task").values()
     return statistics.mean(statistics.mean(run["accuracy"] for run in of_task) for of_task in tasks)
-
-
-def _cell(values: list[float]) -> str:
-    if not values:
-        return ""
-    return f"{statistics.mean(values):.2f}" + (f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def plot(runs: list[dict], path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -167,6 +168,12 @@ def grouped(runs: list[dict], key: str = "system") -> dict[str, list[dict]]:
     for run in runs:
         groups.setdefault(run[key], []).append(run)
     return groups
+
+
+def mean_and_spread(values: list[float]) -> str:
+    if not values:
+        return ""
+    return f"{statistics.mean(values):.2f}" + (f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def plot_curves(panel, runs: list[dict], x: str, scale: float, y: str) -> None:
