@@ -221,6 +221,11 @@ def _look_at_card(folder: Path) -> list[str]:
                 f"README.md says {result.dataset_split} {result.metric_type} {result.metric_value}, which "
                 f"results.json does not."
             )
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    for split, name, shown in re.findall(r"^\| (validation|test) \| (\w+) \| ([^|]*) \|", text, flags=re.MULTILINE):
+        value = known.get((split, name))
+        if value is None or shown != f"{value:.4g}":
+            found.append(f"README.md shows {split} {name} {shown} in its table, which results.json does not.")
     return found
 
 

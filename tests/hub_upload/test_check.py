@@ -84,6 +84,9 @@ TAMPERED = {
             "      name: b\n      split: test\n    metrics:\n    - type: accuracy\n      value: 0.99\npipeline_tag:",
         )
     ),
+    "in its table, which results.json does not": lambda folder: (folder / "README.md").write_text(
+        (folder / "README.md").read_text() + "\n| validation | perplexity | 1.5 | 41.72 |\n"
+    ),
     "README.md has no license": lambda folder: (folder / "README.md").write_text("# A model\n"),
     "requirements.txt is not": lambda folder: (folder / "requirements.txt").write_text("evil\n"),
 }
