@@ -147,7 +147,6 @@ class Stop(TrainerCallback):
     def on_save(self, *_, **__):
         raise SystemExit(3)
 
-stops = finetune_classifier.EarlyStoppingCallback
 finetune_classifier.Trainer = lambda *a, callbacks, **k: Trainer(*a, callbacks=[Stop()], **k)
 from transformers import Trainer
 sys.argv[1:] = {[str(flag) for flag in flags]!r} + ["--num_train_epochs", "3"]
