@@ -31,13 +31,13 @@ KINDS = {
     "GMAForCausalLM": (
         "text-generation",
         "causal language model",
-        """inputs = tokenizer("Once upon a time", return_tensors="pt")
+        """inputs = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))""",
     ),
     "GMAForMaskedLM": (
         "fill-mask",
         "masked language model",
-        """inputs = tokenizer(f"The {tokenizer.mask_token} statement", return_tensors="pt")
+        """inputs = tokenizer(f"It was {tokenizer.mask_token} of the", return_tensors="pt")
 print(tokenizer.decode(model(**inputs).logits[0].argmax(-1)))""",
     ),
     "GMAForSequenceClassification": (
@@ -80,15 +80,16 @@ def make_card(folder: Path, model: PreTrainedModel, hub_model_id: str) -> ModelC
         eval_results=[
             EvalResult(
                 task_type=pipeline,
-                dataset_type=data["type"],
-                dataset_name=data["name"],
-                dataset_config=data["config"],
+                dataset_type=measured_on["type"],
+                dataset_name=measured_on["name"],
+                dataset_config=measured_on["config"],
                 dataset_split=split,
                 metric_type=name,
                 metric_name=f"{split} {name}",
                 metric_value=value,
             )
             for split, name, value in metrics
+            for measured_on in [dataset(results, split)]
         ]
         or None,
     )
@@ -98,7 +99,7 @@ def make_card(folder: Path, model: PreTrainedModel, hub_model_id: str) -> ModelC
         "## Use",
         usage(folder, kind, hub_model_id),
         "## Results",
-        result_table(metrics, data, model.config.num_components),
+        result_table(metrics, results, model.config.num_components),
         "## Routing",
         routing(results, statistics, sorted((folder / ANALYSIS).glob("*.png"))),
         "## Training",
@@ -114,8 +115,8 @@ def make_card(folder: Path, model: PreTrainedModel, hub_model_id: str) -> ModelC
     return ModelCard(f"---\n{card_data.to_yaml()}\n---\n\n{body}\n")
 
 
-def dataset(results: dict) -> dict | None:
-    """Type (a Hub name, where there is one), name and configuration of the data; None where nothing says."""
+def dataset(results: dict, split: str = "train") -> dict | None:
+    """Type (a Hub name, where there is one), name and configuration of a split; None where nothing says."""
     arguments = results.get("arguments", results)
     if "validation_perplexity_after" in results:
         return {"type": "pydoc-topics", "name": "the language reference that CPython carries", "config": None}
@@ -124,7 +125,8 @@ def dataset(results: dict) -> dict | None:
         return {"type": f"lra-{task}", "name": f"Long Range Arena, {task}", "config": None}
     name, config = arguments.get("dataset_name"), arguments.get("dataset_config_name")
     if arguments.get("train_file"):
-        name, config = arguments["train_file"], None
+        # Without a file of its own a split was held out of the training file.
+        name, config = arguments.get(f"{split}_file") or arguments["train_file"], None
     return {"type": name, "name": f"{name} ({config})" if config else name, "config": config} if name else None
 
 
@@ -177,15 +179,15 @@ def usage(folder: Path, kind: str, hub_model_id: str) -> str:
     return f"```bash\npip install -r requirements.txt\n```\n\n```python\n{text}\n```\n\n{note}"
 
 
-def result_table(metrics: list, data: dict | None, components: int) -> str:
+def result_table(metrics: list, results: dict, components: int) -> str:
     if not metrics:
         return "Nothing was measured: no results.json came with the checkpoint."
-    lines = ["| split | metric | this model | the paper |", "| --- | --- | ---: | --- |"]
-    names = (data or {}).get("config"), (data or {}).get("type")
+    lines = ["| split | metric | this model | the paper | of |", "| --- | --- | ---: | --- | --- |"]
     for split, name, value in metrics:
-        keys = [(of, split, name, components) for of in names]
+        data = dataset(results, split) or {"type": None, "name": "data that nothing names", "config": None}
+        keys = [(of, split, name, components) for of in (data["config"], data["type"])]
         paper = next((PAPER[key] for key in keys if key in PAPER), None)
-        lines.append(f"| {split} | {name} | {value:.4g} | {paper or 'not measured there'} |")
+        lines.append(f"| {split} | {name} | {value:.4g} | {paper or 'not measured there'} | {data['name']} |")
     return "\n".join([*lines, "", "From [results.json](results.json); the paper's from its tables 2 and 3."])
 
 
@@ -227,11 +229,14 @@ def architecture(model: PreTrainedModel) -> str:
     rows = {name: getattr(config, name) for name in names}
     if config.position_embedding_type == "learned":
         rows["max_position_embeddings"] = config.max_position_embeddings
+    if "Classification" in type(model).__name__:
+        rows["labels"] = ", ".join(config.id2label[number] for number in range(config.num_labels))
     return _table({"parameters": model.num_parameters()} | rows) + "\n\nFrom [config.json](config.json)."
 
 
 def limits(model: PreTrainedModel) -> str:
     lines = ["For research on attention with latent routing, and not for decisions about people."]
+    lines.append("Apache-2.0 is the license of the code and of these weights; the data has terms of its own.")
     if type(model).__name__ in ("GMAForCausalLM", "GMAForMaskedLM"):
         lines.append(
             "It repeats what is in its training data, wrong and unfair things too; nothing was done to stop it."

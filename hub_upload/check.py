@@ -275,10 +275,15 @@ def run_trials(folders: list[Path], checkpoints: list[str], with_package: bool, 
 def check(folders: list[Path | str], checkpoint: str | None = None) -> bool:
     """Check folders, say what was found, and note in their records those that passed. Whether all did."""
     folders = [Path(folder).expanduser().resolve() for folder in folders]
-    failed, before = set(), {}
+    failed, before = {}, {}
+
+    def fail(folder: Path, said: str, how: str = "") -> None:
+        print(f"{folder.name}: {how}FAILED: {said}")
+        failed.setdefault(folder, said)
+
     for folder in folders:
         record = read_record(folder)
-        if record.pop("checked", None):
+        if record.pop("checked", None) or record.pop("failed", None):
             write_record(folder, record)
         before[folder] = digests(folder)
         problems = look(folder)
@@ -286,9 +291,7 @@ def check(folders: list[Path | str], checkpoint: str | None = None) -> bool:
         if not problems and not Path(checkpoint_of, "config.json").is_file():
             problems = [f"The checkpoint it was made from is not in {checkpoint_of}: say --checkpoint."]
         for problem in problems:
-            print(f"{folder.name}: FAILED: {problem}")
-        if problems:
-            failed.add(folder)
+            fail(folder, problem)
     # Code that is not ours is not run.
     sound = [folder for folder in folders if folder not in failed]
     if sound:
@@ -298,14 +301,14 @@ def check(folders: list[Path | str], checkpoint: str | None = None) -> bool:
                 how = "with the package" if with_package else "without the package"
                 for line in run_trials(sound, checkpoints, with_package, Path(work)):
                     folder = Path(line["folder"])
-                    name = f"{folder.name}: {how}, {line['check'].replace('_', ' ')}"
-                    print(f"{name}: {'' if line['passed'] else 'FAILED: '}{line['said']}")
-                    if not line["passed"]:
-                        failed.add(folder)
+                    what = f"{how}, {line['check'].replace('_', ' ')}: "
+                    if line["passed"]:
+                        print(f"{folder.name}: {what}{line['said']}")
+                    else:
+                        fail(folder, line["said"], what)
     for folder in sound:
         if digests(folder) != before[folder]:
-            print(f"{folder.name}: FAILED: its files changed while they were checked.")
-            failed.add(folder)
+            fail(folder, "its files changed while they were checked.")
         if folder not in failed:
             write_record(folder, read_record(folder) | {"checked": before[folder]})
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -313,6 +316,14 @@ def check(folders: list[Path | str], checkpoint: str | None = None) -> bool:
             print(
                 f"{folder.name}: passed; {len(before[folder])} files, {size / 1e6:,.1f} MB, of which weights "
                 f"{weights / 1e6:,.1f} MB. Next: python -m hub_upload.push {os.path.relpath(folder)} owner/name"
+            )
+    for folder, said in failed.items():
+        record = read_record(folder)
+        if "exported" in record:
+            write_record(folder, record | {"failed": said})
+            print(
+                f"{folder.name}: not passed. Mend README.md by hand; for anything else export again: python -m "
+                f"hub_upload.export {os.path.relpath(record['checkpoint'])} {os.path.relpath(folder)} --overwrite"
             )
     return not failed
 

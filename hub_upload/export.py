@@ -69,7 +69,9 @@ def export(
         raise SystemExit(f"OUT {out} cannot be made: {error}") from None
     try:
         build(checkpoint, model, aside, hub_model_id, max_shard_size)
-        aside.chmod(0o755)
+        # Some were written for this user's eyes only.
+        for path in (aside, *aside.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         write_record(out, {"checkpoint": str(checkpoint), "exported": digests(aside)})
         _put(aside, out)
     except OSError as error:

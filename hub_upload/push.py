@@ -65,9 +65,12 @@ def refuse_unchecked(folder: Path, force: bool) -> dict[str, str]:
     links = [name for name, digest in files.items() if digest.startswith("link")]
     if links:
         raise SystemExit(f"OUT {folder} has links, such as {links[0]}: what is pushed must be there itself.")
-    checked = read_record(folder).get("checked")
+    record = read_record(folder)
+    checked = record.get("checked")
     if force or checked == files:
         return files
+    if record.get("failed"):
+        raise SystemExit(f"OUT {folder} did not pass its check: {record['failed']} Mend that, check again.")
     if checked is None:
         raise SystemExit(
             f"OUT {folder} was not checked: `python -m hub_upload.check {os.path.relpath(folder)}`, or --force."
@@ -166,7 +169,7 @@ def _again(call):
                 raise
             asked = getattr(getattr(error, "response", None), "headers", {}).get("Retry-After", "")
             wait = min(int(asked), 300) if asked.isdigit() else wait
-            print(f"{_status(error) or 'The connection was lost'}; trying again in {wait} s")
+            print(f"{_status(error) or 'There was no proper answer'}; trying again in {wait} s")
             time.sleep(wait)
 
 

@@ -315,6 +315,8 @@ def finetune(arguments: Arguments) -> dict:
         "dataset_name": arguments.dataset_name,
         "dataset_config_name": arguments.dataset_config_name,
         "train_file": arguments.train_file,
+        "validation_file": arguments.validation_file,
+        "test_file": arguments.test_file,
         "lora": arguments.lora,
         "learning_rate": arguments.learning_rate,
         "epochs": trainer.state.epoch,

@@ -55,7 +55,7 @@ def generate(model, tokenizer, prompt: str, new_tokens: int, temperature: float,
 def responsibilities(model, ids: list[int], layer: int, side: str) -> torch.Tensor:
     """(tokens, components) of a layer, averaged over its heads: of queries (reading) or keys (writing)."""
     outputs = model(torch.tensor([ids]), output_responsibilities=True, use_cache=False)
-    reading, writing = outputs.responsibilities[int(layer) - 1]
+    reading, writing = outputs.responsibilities[int(layer)]
     return (reading if side == "reads" else writing)[0].mean(0)
 
 
@@ -69,7 +69,7 @@ def coloured(tokenizer, ids: list[int], gamma: torch.Tensor) -> str:
         style = f"background: hsla({index * 137.508 % 360:.0f}, 75%, 55%, {0.15 + 0.7 * of:.2f})"
         spans.append(
             f'<span class="token" data-component="{index}" style="{style}" '
-            f'title="token {number + 1}: component {index + 1}, {of:.0%}">{text}</span>'
+            f'title="token {number}: component {index}, {of:.0%}">{text}</span>'
         )
     return f'<div class="routing" style="line-height: 2; white-space: pre-wrap">{"".join(spans)}</div>'
 
@@ -102,7 +102,7 @@ def build(settings: dict):
                     seed = gradio.Number(value=0, precision=0, label="Seed")
                 button = gradio.Button("Generate", variant="primary", elem_id="generate")
                 with gradio.Row():
-                    layer = gradio.Slider(1, layers, value=layers, step=1, label="Layer", visible=layers > 1)
+                    layer = gradio.Slider(0, layers - 1, value=layers - 1, step=1, label="Layer", visible=layers > 1)
                     side = gradio.Radio(["reads", "writes"], value="reads", label="Colour tokens by what each")
                 shown = gradio.HTML(label="Routing", elem_id="routing")
                 tokens = gradio.State([])

@@ -59,6 +59,7 @@ def test_weights_are_the_checkpoints(checkpoints, exported):
     found = {name: value for part in parts for name, value in load_file(part).items()}
     assert found.keys() == original.keys()
     assert all(torch.equal(found[name], original[name]) and found[name].dtype == torch.bfloat16 for name in found)
+    assert {path.stat().st_mode & 0o777 for path in exported["sharded"].iterdir()} == {0o644}
 
 
 def test_paths_and_pickles_stay_behind(checkpoints, tmp_path):
@@ -207,8 +208,21 @@ def test_code_of_the_card_runs(name, exported, capsys):
 def test_card_of_a_fine_tuned_model(checkpoints, tmp_path):
     results = {"test_accuracy": 0.75, "best_validation_accuracy": None, "base_model": "somebody/base", "seed": 1}
     results |= {"dataset_name": "stanfordnlp/imdb", "dataset_config_name": None, "examples": {"train": 100}}
-    data = card_of(checkpoints["classifier"], results, tmp_path / "out").data
+    card = card_of(checkpoints["classifier"], results, tmp_path / "out")
+    data = card.data
+    assert "| labels | LABEL_0, LABEL_1, LABEL_2 |" in card.text
     assert data.base_model == "somebody/base" and data.datasets == ["stanfordnlp/imdb"]
     assert [(x.dataset_split, x.metric_type, x.metric_value) for x in data.eval_results] == [
         ("test", "accuracy", 0.75)
     ]
+
+
+def test_card_names_the_file_that_each_figure_is_of(checkpoints, tmp_path):
+    results = {"test_accuracy": 0.75, "best_validation_accuracy": 0.5, "train_file": "train.csv"}
+    results |= {"test_file": "test.csv", "validation_file": None}
+    card = card_of(checkpoints["classifier"], results, tmp_path / "out")
+    assert {x.dataset_split: x.dataset_name for x in card.data.eval_results} == {
+        "validation": "train.csv",
+        "test": "test.csv",
+    }
+    assert "| test | accuracy | 0.75 | not measured there | test.csv |" in card.text

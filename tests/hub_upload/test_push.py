@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hub_upload.check import check
 from hub_upload.push import refuse_name
 from hub_upload.record import digests, read_record, write_record
 
@@ -104,12 +105,15 @@ def test_dry_run_sends_nothing(push, hub, folder):
     assert f"{(folder / 'model.safetensors').stat().st_size:,}" in done.stdout and "private" in done.stdout
 
 
-@pytest.mark.parametrize("change", ["unchecked", "changed", "link"])
+@pytest.mark.parametrize("change", ["unchecked", "failed", "changed", "link"])
 def test_folder_must_be_as_it_was_checked(change, push, hub, folder):
     if change == "unchecked":
         record = read_record(folder)
         del record["checked"]
         write_record(folder, record)
+    elif change == "failed":
+        (folder / "extra.txt").write_text("x")
+        assert not check([folder])
     elif change == "changed":
         (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
     else:
@@ -118,6 +122,7 @@ def test_folder_must_be_as_it_was_checked(change, push, hub, folder):
     done = push()
     assert done.returncode == 1 and hub.requests == []
     said = {"unchecked": "was not checked", "changed": "since it was checked (README.md)", "link": "has links"}
+    said |= {"failed": "did not pass its check: extra.txt is not on the list"}
     assert said[change] in done.stderr
     if change == "changed":
         assert push("--force").returncode == 0

@@ -39,7 +39,7 @@ def test_tokens_have_the_colour_of_their_component(app, checkpoints):
     assert 6 >= len(ids) - len(tokenizer("The <b>text</b>")["input_ids"]) > 0
     outputs = model(torch.tensor([ids]), output_responsibilities=True)
     for side, of in (("reads", 0), ("writes", 1)):
-        gamma = app.responsibilities(model, ids, 1, side)
+        gamma = app.responsibilities(model, ids, 0, side)
         assert torch.allclose(gamma, outputs.responsibilities[0][of][0].mean(0))
         page = app.coloured(tokenizer, ids, gamma)
         assert [int(x) for x in re.findall(r'data-component="(\d+)"', page)] == gamma.argmax(-1).tolist()
