@@ -239,7 +239,7 @@ class Analysis:
         passage = self.passage.layers[self.layer][SIDES.index(arguments.side)]
         of_heads = f"average of {self.heads} heads" if name == "average" else f"head {group}"
         return Routing(
-            title=f"layer {self.layer}, {of_heads}, {'queries' if arguments.side == 'query' else 'keys'}",
+            title=f"layer {self.layer}, {of_heads}",
             names=self.text.names,
             usage=_numpy(usage),
             other_usage=_numpy(others.usage[group]),

@@ -18,6 +18,7 @@ from training import plain_ticks
 COLOURS = ["#332288", "#88ccee", "#117733", "#ddcc77", "#cc6677", "#44aa99", "#882255", "#999933", "#aa4499"]
 REST = "#bbbbbb"
 MAP = "cividis"
+OF = {"query": "queries", "key": "keys"}
 
 # Components in the figures that name them, tokens in the strip, and characters in its lines.
 SHOWN, STRIP, LINE = 24, 240, 96
@@ -27,7 +28,7 @@ SHOWN, STRIP, LINE = 24, 240, 96
 class Routing:
     """What the figures of one group of responsibilities are made of, the average of a layer's heads or one head."""
 
-    title: str  # which layer, heads and side
+    title: str  # which layer and heads
     names: list[str]  # of the categories
     usage: np.ndarray  # (K,) mean responsibilities
     other_usage: np.ndarray  # (K,) those of the other side
@@ -88,8 +89,8 @@ def _write(path: Path, figure) -> None:
         write_figure(path, figure, ("png", "svg"))
 
 
-def _titled(axis, words: str, routing: Routing) -> None:
-    axis.set_title(f"{words}\n{routing.title}", fontsize=10)
+def _titled(axis, words: str, routing: Routing, of: str | None = None) -> None:
+    axis.set_title(f"{words}\n{routing.title}, {of or OF[routing.side]}", fontsize=10)
 
 
 def category_colours(names: list[str]) -> list[str]:
@@ -116,7 +117,8 @@ def composition(routing: Routing):
     rows = routing.most_used()
     shares = routing.table[rows] / routing.table[rows].sum(1, keepdims=True)
     columns = [c for c in range(len(routing.names)) if routing.table[:, c].any()][:20]
-    figure, axis = pyplot.subplots(figsize=(1.6 + 0.75 * len(columns), 1.9 + 0.26 * len(rows)), layout="constrained")
+    size = max(6.0, 1.6 + 0.75 * len(columns)), max(3.6, 1.9 + 0.26 * len(rows))
+    figure, axis = pyplot.subplots(figsize=size, layout="constrained")
     image = axis.imshow(shares[:, columns], aspect="auto", cmap=MAP, vmin=0, vmax=1)
     for row in range(len(rows)):
         for column, category in enumerate(columns):
@@ -172,11 +174,9 @@ def purity(routing: Routing):
     return figure
 
 
-def _component_colours(components: np.ndarray) -> dict[int, str]:
-    """Colours of the most frequent components; the others share one."""
-    found, counts = np.unique(components, return_counts=True)
-    frequent = found[np.argsort(-counts, kind="stable")][: len(COLOURS)]
-    return dict(zip(frequent.tolist(), COLOURS))
+def _component_colours(routing: Routing) -> dict[int, str]:
+    """Colours of the most used components, the same in every figure; the others share one."""
+    return dict(zip(routing.most_used(len(COLOURS)).tolist(), COLOURS))
 
 
 def _component_legend(figure, paints: dict[int, str]) -> None:
@@ -186,7 +186,7 @@ def _component_legend(figure, paints: dict[int, str]) -> None:
 
 def strip(routing: Routing):
     components = routing.passage.argmax(1)[:STRIP]
-    paints = _component_colours(components)
+    paints = _component_colours(routing)
     boxes, line, column = [], 0, 0
     for text, component in zip(routing.texts[:STRIP], components.tolist()):
         shown = textwrap.shorten(visible(text), 24, placeholder="..")
@@ -241,7 +241,7 @@ def pca_by_category(routing: Routing):
 
 def pca_by_component(routing: Routing):
     figure, axis = _scatter(routing, "Responsibilities by component")
-    paints = _component_colours(routing.point_components)
+    paints = _component_colours(routing)
     colour = [paints.get(component, REST) for component in routing.point_components.tolist()]
     axis.scatter(*routing.points.T, s=5, color=colour, alpha=0.6, linewidths=0, rasterized=True)
     _component_legend(figure, paints)
@@ -265,7 +265,7 @@ def query_against_key(routing: Routing):
     axis.tick_params(which="both", labelsize=8)
     axis.tick_params(axis="x", which="both", rotation=90)
     axis.set(xlabel="written by keys: mean responsibility, %", ylabel="read by queries: mean responsibility, %")
-    _titled(axis, f"What is written and what is read: {routing.overlap:.0%} in common", routing)
+    _titled(axis, f"What is written and what is read: {routing.overlap:.0%} in common", routing, "queries and keys")
     return figure
 
 
