@@ -57,6 +57,11 @@ def usage_overlap(query_usage: torch.Tensor, key_usage: torch.Tensor) -> torch.T
     return torch.minimum(query_usage, key_usage).sum(-1)
 
 
+def half_life(log_decay: torch.Tensor) -> torch.Tensor:
+    """Tokens after which a forget gate leaves half of what was written, by its mean log-decay: any shape, the same."""
+    return math.log(0.5) / log_decay.clamp(max=-torch.finfo(log_decay.dtype).tiny)
+
+
 def effective_rank(query_moments: torch.Tensor, key_moments: torch.Tensor) -> torch.Tensor:
     """The effective rank of the affinity of all tokens with each other, Gamma^Q (Gamma^K)^T: (.., K, K) -> (..).
 

@@ -24,6 +24,7 @@ import io
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 
@@ -50,6 +51,7 @@ from modeling_gma.categories import token_texts
 from modeling_gma.diagnostics import (
     RunningStatistics,
     effective_rank,
+    half_life,
     permutation_baseline,
     principal_axes,
     purity,
@@ -140,6 +142,8 @@ class Analysis:
         self.token_counts = torch.zeros(len(self.shown), self.components * len(text.tokenizer), dtype=torch.int32)
         self.sample, self.sample_labels = [], []
         self.passage = None
+        # Sums over tokens of log-decays, (layers, heads), where memory fades.
+        self.log_decays = torch.zeros(config.num_hidden_layers, self.heads, dtype=torch.float64)
         self.seconds = {"forward": 0.0, "statistics": 0.0}
 
     @torch.no_grad()
@@ -149,6 +153,9 @@ class Analysis:
         generator = np.random.default_rng(self.arguments.seed)
         sampled = np.sort(generator.choice(total, min(SAMPLE, total), replace=False))
         start = 0
+        hooks = [
+            gate.register_forward_hook(partial(self._add_decay, number)) for number, gate in enumerate(self._gates())
+        ]
         progress = tqdm(total=total, desc="analysing", unit="token", unit_scale=True)
         for ids, labels, counts in self.text.batches(size):
             began = self._now()
@@ -161,6 +168,8 @@ class Analysis:
             start += ids.numel()
             progress.update(ids.numel())
         progress.close()
+        for hook in hooks:
+            hook.remove()
         if not self.statistics[0]["query"].count:
             raise SystemExit(f"--leave_out {self.arguments.leave_out!r} leaves no token.")
         self.passage = self._passage()
@@ -183,6 +192,9 @@ class Analysis:
         pairs = assignments * len(self.text.tokenizer) + ids
         self.token_counts.scatter_add_(1, pairs, torch.ones_like(pairs, dtype=torch.int32))
 
+    def _add_decay(self, layer: int, _, __, log_decay: torch.Tensor) -> None:
+        self.log_decays[layer] += log_decay.sum((0, 2), dtype=torch.float64).cpu()
+
     def _now(self) -> float:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
@@ -191,9 +203,10 @@ class Analysis:
     def _passage(self) -> Passage:
         """One sequence once more, with all that the explorer shows of it."""
         ids, labels, _ = self.text[self.arguments.passage]
-        gates = [module for module in self.model.modules() if isinstance(module, GMAForgetGate)]
         decays = []
-        hooks = [gate.register_forward_hook(lambda _, __, decay: decays.append(_numpy(decay[0]))) for gate in gates]
+        hooks = [
+            gate.register_forward_hook(lambda _, __, decay: decays.append(_numpy(decay[0]))) for gate in self._gates()
+        ]
         ids = ids.unsqueeze(0).to(self.model.device)
         outputs = self.model(ids, use_cache=False, output_responsibilities=True).responsibilities
         for hook in hooks:
@@ -206,6 +219,16 @@ class Analysis:
             log_decays=decays or [None] * len(outputs),
             is_causal=self.model.config.is_causal,
         )
+
+    def _gates(self) -> list[GMAForgetGate]:
+        """One a layer, or none."""
+        return [module for module in self.model.modules() if isinstance(module, GMAForgetGate)]
+
+    def half_lives(self) -> list[list[float]] | None:
+        """In tokens, of the memory of each layer's heads; None where nothing is forgotten."""
+        if not self._gates():
+            return None
+        return half_life(self.log_decays / (self.text.count * self.text.length)).tolist()
 
     def layer_figures(self) -> list[dict]:
         """All statistics of every layer, side and head, as JSON has them."""
@@ -323,7 +346,7 @@ def main() -> None:
 def write_results(analysis: Analysis, folder: Path) -> str:
     """Write all files; returns what to say of them."""
     arguments = analysis.arguments
-    layers = analysis.layer_figures()
+    layers, half_lives = analysis.layer_figures(), analysis.half_lives()
     results = {"layer": analysis.layer, "side": arguments.side, "tokens": analysis.statistics[0]["query"].count}
     results |= {"sequences": analysis.text.count, "length": analysis.text.length}
     results |= {"categories": analysis.text.names, "shown": {}}
@@ -342,7 +365,7 @@ def write_results(analysis: Analysis, folder: Path) -> str:
         write_csv(place / "categories.csv", category_rows(routing))
         write_csv(place / "components.csv", component_rows(routing))
         write_csv(place / "permutation.csv", permutation_rows(routing, figures))
-        write_text(place / "report.md", "\n".join(report_lines(routing, figures, both, about)))
+        write_text(place / "report.md", "\n".join(report_lines(routing, figures, both, about, half_lives)))
         write_figures(routing, place)
         results["shown"][name] = (
             figures
@@ -358,6 +381,7 @@ def write_results(analysis: Analysis, folder: Path) -> str:
     write_explorer(folder / "explorer.html", analysis.passage)
     results |= {
         "layers": layers,
+        "half_lives": half_lives,
         "seconds": analysis.seconds,
         "peak_memory_bytes": peak_memory(analysis.model.device),
         "num_components": analysis.components,

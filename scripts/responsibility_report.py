@@ -84,7 +84,9 @@ def layer_rows(layers: list[dict]) -> list[dict]:
     return rows
 
 
-def report_lines(routing: Routing, figures: dict, both: dict, about: str) -> list[str]:
+def report_lines(
+    routing: Routing, figures: dict, both: dict, about: str, half_lives: list[list[float]] | None = None
+) -> list[str]:
     """Markdown: the paper's tables, ours beside the paper's. `about` says what text it was."""
     count = len(routing.usage)
     cells = {name: f"{value:.3f}" for name, value in figures.items()}
@@ -123,7 +125,12 @@ def report_lines(routing: Routing, figures: dict, both: dict, about: str) -> lis
             body.append([str(row["component"]), f"{row['share']:.3f}", f"{row['purity']:.3f}"])
             body[-1] += [row["dominant_category"], tokens]
     lines += ["## Components that most tokens go to", ""]
-    return lines + markdown(["component", "share", "purity", "dominant category", "frequent tokens"], body)
+    lines += markdown(["component", "share", "purity", "dominant category", "frequent tokens"], body)
+    if half_lives is not None:
+        body = [[str(layer), *(f"{tokens:,.3g}" for tokens in heads)] for layer, heads in enumerate(half_lives)]
+        lines += ["## Half-life of memory, in tokens", ""]
+        lines += markdown(["layer", *(f"head {head}" for head in range(len(half_lives[0])))], body)
+    return lines
 
 
 def escaped(token: str) -> str:

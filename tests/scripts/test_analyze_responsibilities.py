@@ -341,6 +341,24 @@ def test_models_of_other_kinds(folder, tmp_path, fields, changed):
     assert "NaN" not in text and json.loads(text)["tokens"] == SEQUENCES * LENGTH
 
 
+def test_half_lives(folder, tmp_path):
+    """A gate that lets through the same share of memory at every token tells its own half-life."""
+    tokenizer = load_tokenizer(str(folder / "model"))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_components": 4}
+    model = GMAModel(GMAConfig(vocab_size=len(tokenizer), forget_gate=True, **sizes))
+    for layer, kept in zip(model.layers, ([0.5, 0.25], [0.9, 0.99])):
+        torch.nn.init.zeros_(layer.mixer.forget_gate.proj.weight)
+        with torch.no_grad():
+            layer.mixer.forget_gate.bias.copy_(torch.logit(torch.tensor(kept)))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    analysis = analysed(flags(folder, model_name_or_path=str(tmp_path / "model")))
+    write_results(analysis, tmp_path)
+    expected = [[1.0, 0.5], [6.579, 68.97]]
+    assert np.allclose(json.loads((tmp_path / "statistics.json").read_text())["half_lives"], expected, rtol=1e-3)
+    assert "| 1 | 6.58 | 69 |" in (tmp_path / "report.md").read_text()
+
+
 def test_other_models_are_refused(tmp_path):
     GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="is no GMA model but a GPT2Model"):
