@@ -98,9 +98,9 @@ def label(system: str) -> str:
     if mixer == "gma":
         components = next((part for part in parts if part.isdigit()), "")
         text = f"GMA K={components}" if components else "GMA"
-        text += ", forget gate" if "forget" in parts else ""
     else:
         text = NAMES.get(mixer, mixer)
+    text += ", forget gate" if "forget" in parts else ""
     return ", ".join([text, *settings])
 
 

@@ -56,7 +56,9 @@ class Arguments(ModelArguments):
     )
     block_size: int = field(default=1024, metadata={"help": "Tokens in a sequence."})
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
-    forget_gate: bool = field(default=False, metadata={"help": "Let GMA's memory fade (not in the paper)."})
+    forget_gate: bool = field(
+        default=False, metadata={"help": "Let the memory of gma, linear or performer fade (not in the paper)."}
+    )
     score_spread: float = field(
         default=SCORE_SPREAD, metadata={"help": "Spread of the components' scores at the start."}
     )
@@ -68,8 +70,8 @@ class Arguments(ModelArguments):
         super().__post_init__()
         if self.block_size < 2:
             raise ValueError(f"--block_size must be at least 2, got {self.block_size}.")
-        if self.forget_gate and self.mixer != "gma":
-            raise ValueError(f'--forget_gate goes with --mixer gma, got "{self.mixer}".')
+        if self.forget_gate and self.mixer not in ("gma", "linear", "performer"):
+            raise ValueError(f'--forget_gate goes with --mixer gma, linear or performer, got "{self.mixer}".')
         if self.train_tokenizer and self.train_tokenizer < 257:
             raise ValueError(
                 f"--train_tokenizer must be at least 257 (bytes, end of text), got {self.train_tokenizer}."

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import Cache
 
+from modeling_gma.attention import GMAForgetGate
 from modeling_gma.chunked import linear_attention
 
 from .mixer import ProjectedMixer
@@ -47,10 +48,16 @@ class LinearAttention(ProjectedMixer):
     def __init__(self, config, layer_idx: int | None = None):
         super().__init__(config, layer_idx)
         self.num_features = config.routing_dim
+        self.forget_gate = GMAForgetGate(config.hidden_size, self.num_heads) if config.forget_gate else None
 
     def map_parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """What the feature map takes beside x, indexed by head."""
         return ()
+
+    def mix(self, hidden_states, *args, is_causal, **options):
+        if self.forget_gate is not None and is_causal:
+            options["log_decay"] = self.forget_gate(hidden_states)
+        return super().mix(hidden_states, *args, is_causal=is_causal, **options)
 
     def attend(
         self,
@@ -63,8 +70,10 @@ class LinearAttention(ProjectedMixer):
         is_causal,
         output_attentions,
         cu_seqlens=None,
+        log_decay=None,
     ):
         if cu_seqlens is not None:
+            log_decay = None if log_decay is None else log_decay.transpose(0, 1).reshape(1, self.num_heads, -1)
             query, key, value = (_in_one_row(x) for x in (query, key, value))
             key_mask = None if key_mask is None else key_mask.reshape(1, -1)
         state = None if past_key_values is None else self.cached_state(past_key_values.layers[self.layer_idx])
@@ -83,6 +92,7 @@ class LinearAttention(ProjectedMixer):
                 is_causal=is_causal,
                 key_mask=key_mask,
                 cu_seqlens=cu_seqlens,
+                log_decay=log_decay,
                 initial_state=state,
                 eps=self.config.attention_eps if self.eps is None else self.eps,
                 chunk_size=self.config.chunk_size,

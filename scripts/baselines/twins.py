@@ -54,7 +54,8 @@ TWIN_FIELDS = ("mixer", "linformer_dim", "performer_features", "mamba_expand", "
 @strict
 class TwinConfig(GMAConfig):
     r"""
-    A `GMAConfig` whose model has another mixer. What only GMA's mixer has (components, a forget gate) is not used.
+    A `GMAConfig` whose model has another mixer. What only GMA's mixer has (components) is not used, and a forget gate
+    by `"linear"` and `"performer"` alone, whose memory is like GMA's.
 
     Args:
         mixer (`str`, defaults to `"sdpa"`):

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -29,6 +30,7 @@ from modeling_gma import (
     GMAModel,
     parameter_groups,
 )
+from modeling_gma.attention import FORGET_GATE_BIAS
 
 
 ALL = list(MIXERS)
@@ -547,6 +549,10 @@ def quadratic(mixer, x, features, mask=None, is_causal=True):
         weights = weights.tril()
     if mask is not None:
         weights = weights * mask[:, None, None]
+    if mixer.forget_gate is not None and is_causal:
+        # A token forgets before it writes, and padding forgets nothing.
+        faded = torch.where(mask[:, None], mixer.forget_gate(x), 0.0).cumsum(-1)
+        weights = weights * (faded[..., :, None] - faded[..., None, :]).clamp(max=0).exp()
     weights = weights / weights.sum(-1, keepdim=True)
     return mixer.o_proj((weights @ value).transpose(1, 2).reshape(batch, length, -1))
 
@@ -564,10 +570,10 @@ def features_of(mixer):
 
 
 @pytest.mark.parametrize("name", ["linear", "performer"])
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("is_causal", "forget_gate"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("padded", [False, True])
-def test_linear_mixers_are_their_quadratic_form(name, is_causal, padded, tiny_config):
-    config = tiny_config(is_causal=is_causal, attention_eps=1e-12)
+def test_linear_mixers_are_their_quadratic_form(name, is_causal, forget_gate, padded, tiny_config):
+    config = tiny_config(is_causal=is_causal, forget_gate=forget_gate, attention_eps=1e-12)
     mixer = build_mixer(config, name, **SMALL).double()
     x = (2 * torch.randn(2, 21, 32, dtype=torch.float64)).requires_grad_()
     mask = torch.ones(2, 21, dtype=torch.bool)
@@ -582,6 +588,17 @@ def test_linear_mixers_are_their_quadratic_form(name, is_causal, padded, tiny_co
         torch.autograd.grad(expected.square().sum(), parameters),
     ):
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("mixer", ["linear", "performer"])
+def test_twins_with_a_forget_gate(mixer, twin):
+    gated = partial(twin, forget_gate=True)
+    assert gated(mixer).model.layers[0].mixer.forget_gate.bias.eq(FORGET_GATE_BIAS).all()
+    test_later_tokens_change_no_earlier_output(mixer, gated)
+    test_padding_changes_nothing(mixer, True, "inside", gated)
+    test_packed_sequences_do_not_meet(mixer, True, gated)
+    test_generation_with_and_without_cache(mixer, 3, gated)
+    test_pieces_from_a_cache_with_padding_anywhere(mixer, gated)
 
 
 @pytest.mark.parametrize("name", ["linear", "performer"])
