@@ -77,8 +77,9 @@ def read_speeds(folder: Path) -> dict | None:
 
 
 def write_report(runs: list[dict], folder: Path) -> None:
-    write_text(folder / "comparison.md", "\n".join(table(runs, read_speeds(folder))) + "\n")
-    plot(runs, folder / "perplexity.png")
+    speeds = read_speeds(folder)
+    write_text(folder / "comparison.md", "\n".join(table(runs, speeds)) + "\n")
+    plot(runs, folder / "perplexity.png", speeds)
 
 
 def table(runs: list[dict], speeds: dict | None = None) -> list[str]:
@@ -111,12 +112,20 @@ def _perplexity(item: tuple[str, list[dict]]) -> float:
     return statistics.mean(run["perplexity"] for run in item[1])
 
 
-def plot(runs: list[dict], path: Path) -> None:
+def plot(runs: list[dict], path: Path, speeds: dict | None = None) -> None:
     pyplot.switch_backend("Agg")
+    if speeds:
+        # Of runs beside which the machine had other things to do, the clock tells less than the steps timed in turn.
+        runs = [at_speed(run, speeds["tokens_per_second"].get(run["system"])) for run in runs]
     figure, panels = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
     for panel, name, scale, unit in (
         (panels[0], "tokens", 1e6, "millions of tokens"),
-        (panels[1], "seconds", 60, "minutes of training"),
+        (
+            panels[1],
+            "seconds",
+            60,
+            "minutes of training" + (", at the speed of steps timed in turn" if speeds else ""),
+        ),
     ):
         plot_curves(panel, runs, name, scale, "perplexity")
         panel.set(xlabel=unit, yscale="log")
@@ -127,6 +136,12 @@ def plot(runs: list[dict], path: Path) -> None:
     panels[0].legend(fontsize=8)
     figure.suptitle("Validation perplexity while training, one line a seed")
     write_figure(path, figure)
+
+
+def at_speed(run: dict, speed: float | None) -> dict:
+    if speed is None:
+        return run
+    return run | {"curve": [point | {"seconds": point["tokens"] / speed} for point in run["curve"]]}
 
 
 def main() -> None:

@@ -18,6 +18,8 @@ from files import write_json
 from matplotlib import pyplot
 from training import portable, refuse_other_arguments
 
+from hub_upload.export import without_paths
+
 
 NAMES = {
     "sdpa": "SDPA, learned positions",
@@ -147,7 +149,8 @@ def train_all(
         log = [json.loads(line) for line in (run.output / "log.jsonl").read_text().splitlines()]
         evaluations = [line for line in log if "evaluation" in line]
         kept = {"system": run.system, "seed": run.seed}
-        found.append(kept | summary(run, json.loads(results.read_text()), evaluations))
+        # What is compared is to be shown to others, whose folders are not these.
+        found.append(without_paths(kept | summary(run, json.loads(results.read_text()), evaluations)))
         write_json(folder / "comparison.json", found)
         report(found, folder)
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare_language_models import table
+from compare_language_models import at_speed, table
 from comparison import label, system_flags
 from data.wikitext import Blocks, train_tokenizer
 from datasets import Dataset
@@ -139,3 +139,5 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     speeds = json.loads((output / "speeds.json").read_text())["tokens_per_second"]
     assert set(speeds) == {"linear", "gma:4"} and min(speeds.values()) > 0
     assert any(f"| {speeds['linear']:,.0f} |" in line for line in (output / "comparison.md").read_text().splitlines())
+    assert str(tmp_path) not in (output / "comparison.json").read_text()
+    assert at_speed({"system": "a", "curve": [{"tokens": 6, "seconds": 9.0}]}, 3)["curve"][0]["seconds"] == 2
