@@ -218,7 +218,7 @@ def full_precision(device: torch.device):
     return nullcontext()
 
 
-def _in_full_precision(backward):
+def in_full_precision(backward):
     """Forward runs with autocast off; backward may be called where it is on."""
 
     def wrapped(ctx, *gradients):
@@ -251,7 +251,7 @@ class _AtOnce(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_in_full_precision
+    @in_full_precision
     def backward(ctx, output_gradient, state_gradient):
         query, key, value, key_mask, state, output, normaliser, *parameters = ctx.saved_tensors
         work = _Work(ctx.feature_map, parameters, state, is_backward=True)
@@ -325,7 +325,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_in_full_precision
+    @in_full_precision
     def backward(ctx, output_gradient, state_gradient):
         query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, leaving, *parameters = (
             ctx.saved_tensors

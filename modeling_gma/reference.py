@@ -1,4 +1,7 @@
-"""Gaussian Mixture Attention as the paper writes it: short, slow, and the oracle of every test."""
+"""Gaussian Mixture Attention as the paper writes it: short, slow, and the oracle of every test.
+
+And softmax attention in a window, as literally.
+"""
 
 import math
 
@@ -76,3 +79,23 @@ def attention(
             totals.append(read[:, :, i, None, :] @ state)
         total = torch.cat(totals, dim=2) if totals else read @ state
     return (total[..., :-1] / (total[..., -1:] + eps)).to(dtype), state
+
+
+def windowed_attention(query, key, value, window, is_causal=False, key_mask=None, cu_seqlens=None):
+    """One query of one row at a time. Shapes as in `sliding`."""
+    (batch, _, length), total = query.shape[:3], key.shape[2]
+    mask = torch.ones(batch, total, dtype=torch.bool) if key_mask is None else key_mask
+    ends = [total] if cu_seqlens is None else cu_seqlens[1:].tolist()
+    sequence = [sum(end <= i for end in ends) for i in range(total)]
+    rows = []
+    for row in range(batch):
+        outputs = []
+        for i in range(total - length, total):
+            tokens = [j for j in range(total) if mask[row, j] and sequence[j] == sequence[i]]
+            place = tokens.index(i) if i in tokens else None
+            last = None if place is None else place + (1 if is_causal else window)
+            seen = [] if place is None else tokens[max(place - window + 1, 0) : last]
+            scores = query[row, :, i - total + length, None] @ key[row][:, seen].mT / math.sqrt(query.shape[-1])
+            outputs.append(scores.softmax(-1) @ value[row][:, seen])
+        rows.append(torch.cat(outputs, dim=1))
+    return torch.stack(rows)
