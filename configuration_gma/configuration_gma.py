@@ -7,6 +7,9 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 
+LAYER_TYPES = ("linear_attention", "hybrid_sliding", "sliding_attention")
+
+
 @strict
 class GMAConfig(PreTrainedConfig):
     r"""
@@ -55,7 +58,20 @@ class GMAConfig(PreTrainedConfig):
         initializer_range (`float`, defaults to 0.02):
             Standard deviation of weights and embeddings at the start.
         forget_gate (`bool`, defaults to `False`):
-            Whether each head scales its memory before each token by a learned, token-dependent factor. Causal only.
+            Whether each GMA head scales its memory before each token by a learned, token-dependent factor. Causal
+            only.
+        layer_types (`list[str]`, *optional*):
+            What each layer is, by transformers' names: `"linear_attention"`, all heads GMA, which is the default;
+            `"hybrid_sliding"`, the first `num_local_heads` heads exact softmax attention within `sliding_window` and
+            the others GMA; `"sliding_attention"`, all heads such local ones.
+        num_local_heads (`int`, *optional*, defaults to half of `num_attention_heads`):
+            Local heads in each `"hybrid_sliding"` layer.
+        sliding_window (`int`, defaults to 128):
+            Tokens that a local head sees, padding not counted: its own and the `sliding_window - 1` before it, and in
+            a bidirectional model as many after it.
+        rope_parameters (`dict`, *optional*, defaults to `{"rope_type": "default", "rope_theta": 10000.0}`):
+            Rotary positions, which local heads have, and they alone. With `position_embedding_type="none"` they give
+            order without a length limit.
         tie_word_embeddings (`bool`, defaults to `True`):
             Whether language-model heads share the input embeddings.
         use_cache (`bool`, defaults to `True`):
@@ -103,6 +119,10 @@ class GMAConfig(PreTrainedConfig):
     chunk_size: int = 64
     initializer_range: float = 0.02
     forget_gate: bool = False
+    layer_types: list[str] | None = None
+    num_local_heads: int | None = None
+    sliding_window: int = 128
+    rope_parameters: dict | None = None
     tie_word_embeddings: bool = True
     use_cache: bool = True
     classifier_pooling: Literal["mean", "last"] | None = None
@@ -137,6 +157,7 @@ class GMAConfig(PreTrainedConfig):
             "intermediate_size",
             "max_position_embeddings",
             "chunk_size",
+            "sliding_window",
         )
         for name in sizes:
             if getattr(self, name) < 1:
@@ -150,18 +171,50 @@ class GMAConfig(PreTrainedConfig):
             raise ValueError(f"`hidden_act` must be one of {sorted(ACT2FN)}, got {self.hidden_act!r}.")
         if self.forget_gate and not self.is_causal:
             raise ValueError("`forget_gate=True` needs `is_causal=True`: forgetting has a direction.")
+        if vars(self)["layer_types"] is not None:
+            self._validate_local_heads()
+
+    def _validate_local_heads(self):
+        kinds, heads = self.layer_types, self.num_attention_heads
+        if len(kinds) != self.num_hidden_layers or not set(kinds) <= set(LAYER_TYPES):
+            raise ValueError(
+                f"`layer_types` must name one of {list(LAYER_TYPES)} for each of the {self.num_hidden_layers} layers "
+                f"(`num_hidden_layers`), got {kinds}."
+            )
+        if "hybrid_sliding" in kinds and not 1 <= self.num_local_heads < heads:
+            raise ValueError(
+                f'`num_local_heads` must be at least 1 and below `num_attention_heads` ({heads}) in "hybrid_sliding" '
+                f"layers, got {self.num_local_heads}."
+            )
+        if set(kinds) == {"linear_attention"}:
+            return
+        if self.routing_dim % 2:
+            raise ValueError(
+                f"`routing_dim` must be even for the rotary positions of local heads, got {self.routing_dim}."
+            )
+        # Other types stretch positions for longer contexts; distances within a window stay what they are.
+        rope = self.rope_parameters
+        if set(rope) - {"rope_type", "rope_theta"} or rope["rope_type"] != "default" or not rope["rope_theta"] > 0:
+            raise ValueError(
+                f'`rope_parameters` must be {{"rope_type": "default", "rope_theta": a number above 0}}, got {rope}.'
+            )
 
     def __getattribute__(self, name):
         value = super().__getattribute__(name)
-        if name == "classifier_pooling" and value is None:
-            # Decided when asked for: `from_pretrained(..., is_causal=False)` changes the default too.
-            return "last" if self.is_causal else "mean"
+        # Decided when asked for: `from_pretrained(..., is_causal=False)` changes the default too.
+        if value is None:
+            if name == "classifier_pooling":
+                return "last" if self.is_causal else "mean"
+            if name == "layer_types":
+                return [self.default_layer_type] * self.num_hidden_layers
+            if name == "num_local_heads":
+                return self.num_attention_heads // 2
         return value
 
     @property
-    def layer_types(self) -> list[str]:
-        """What transformers' caches build for each layer."""
-        return ["linear_attention"] * self.num_hidden_layers
+    def default_layer_type(self) -> str:
+        """What a layer is, and transformers' caches build for it, without `layer_types`."""
+        return "linear_attention"
 
 
 __all__ = ["GMAConfig"]

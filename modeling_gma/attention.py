@@ -7,8 +7,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as CacheLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configuration_gma import GMAConfig
 
@@ -21,10 +22,23 @@ from .functional import (
 )
 from .linear import Linear
 from .mixture import GaussianMixture
+from .sliding import (
+    alignment,
+    in_order,
+    rotary_positions,
+    rotate,
+    windowed_attention,
+    windowed_attention_weights,
+)
 
 
 # sigmoid(4) = 0.982: memory starts with a half-life of 38 tokens.
 FORGET_GATE_BIAS = 4.0
+
+# A cached key has the number of its token in its row beside it, in digits that every dtype holds exactly; padding has
+# 0. So it is reordered, moved and reset with the key: there is no other place in a sliding layer of a cache.
+NUMBER_DIGITS = 4
+NUMBER_BASE = 256
 
 
 class GMAForgetGate(nn.Module):
@@ -43,6 +57,9 @@ class GMAForgetGate(nn.Module):
 class GMAAttention(nn.Module):
     """Multi-head Gaussian mixture attention over one sequence, or from one sequence to another.
 
+    The layer's type in `config.layer_types` says how many heads, the first ones, are local instead: exact softmax
+    attention within `config.sliding_window`, with rotary positions.
+
     ```python
     >>> mixer = GMAAttention(GMAConfig(hidden_size=64, num_attention_heads=4, num_components=16))
     >>> output, _, _ = mixer(torch.randn(2, 10, 64))  # (2, 10, 64), causal as the config says
@@ -55,17 +72,23 @@ class GMAAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
+        local_heads = {"linear_attention": 0, "hybrid_sliding": config.num_local_heads}
+        self.num_local_heads = local_heads.get(config.layer_types[layer_idx or 0], self.num_heads)
+        self.num_mixture_heads = self.num_heads - self.num_local_heads
         routing_size, value_size = (self.num_heads * dim for dim in (config.routing_dim, config.value_dim))
         self.q_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
         self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)
-        self.forget_gate = GMAForgetGate(config.hidden_size, self.num_heads) if config.forget_gate else None
-        # `Trainer` takes weight decay off parameters under a name ending in "norm", and a mixture must have none:
-        # decay would draw all components to one place.
-        self.mixture_norm = GaussianMixture(
-            self.num_heads, config.num_components, config.routing_dim, config.variance_floor
-        )
+        self.forget_gate = self.mixture_norm = None
+        if self.num_mixture_heads and config.forget_gate:
+            self.forget_gate = GMAForgetGate(config.hidden_size, self.num_mixture_heads)
+        if self.num_mixture_heads:
+            # `Trainer` takes weight decay off parameters under a name ending in "norm", and a mixture must have none:
+            # decay would draw all components to one place.
+            self.mixture_norm = GaussianMixture(
+                self.num_mixture_heads, config.num_components, config.routing_dim, config.variance_floor
+            )
 
     def forward(
         self,
@@ -76,6 +99,7 @@ class GMAAttention(nn.Module):
         tokens_seen: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         is_causal: bool | None = None,
         output_attentions: bool = False,
         output_responsibilities: bool = False,
@@ -89,18 +113,21 @@ class GMAAttention(nn.Module):
             past_key_values: the cache to continue from and to update.
             tokens_seen: (B, 2, 1), what `count_tokens` says the cache has seen after this call; counted here if None.
             cu_seqlens: (S + 1,) boundaries of packed sequences; rows of a batch count as one long row.
-            position_ids: not used; other mixers that a layer can have turn queries and keys by them.
+            position_ids: (B, N), by which local heads turn queries and keys; by default tokens are counted.
+            position_embeddings: what `rotary_positions` makes of them, if that is known.
             is_causal: overrides the config's.
             output_attentions, output_responsibilities: whether to return them.
 
         Returns:
-            The output (B, N, hidden_size), the induced attention weights (B, H, N, N_k), and query and key
-            responsibilities, each (B, H, N, K).
+            The output (B, N, hidden_size), the attention weights (B, H, N, N_k), of GMA heads the induced ones, and
+            query and key responsibilities, each (B, H, N, K), of GMA heads alone.
         """
         batch, length = hidden_states.shape[:2]
         is_cross = key_value_states is not None
         if is_cross and (past_key_values is not None or cu_seqlens is not None):
             raise ValueError("`key_value_states` goes with neither `past_key_values` nor `cu_seqlens`.")
+        if is_cross and self.num_local_heads:
+            raise ValueError("`key_value_states` needs GMA heads alone: a window lies in one sequence.")
         is_causal = (self.config.is_causal if is_causal is None else is_causal) and not is_cross
         if past_key_values is not None and not is_causal:
             raise ValueError("`past_key_values` needs a causal mixer (`is_causal=True`).")
@@ -113,21 +140,65 @@ class GMAAttention(nn.Module):
                 raise ValueError("`output_attentions=True` takes packed sequences in one row (batch size 1) only.")
             hidden_states = hidden_states.flatten(0, 1).unsqueeze(0)
             attention_mask = None if attention_mask is None else attention_mask.reshape(1, -1)
+            position_ids = None if position_ids is None else position_ids.expand(batch, -1).reshape(1, -1)
+            if position_embeddings is not None:
+                position_embeddings = tuple(
+                    x.expand(batch, -1, -1, -1).reshape(1, 1, -1, x.shape[-1]) for x in position_embeddings
+                )
+        if past_key_values is not None and tokens_seen is None:
+            tokens_seen = count_tokens(past_key_values, attention_mask, hidden_states, self.layer_idx)
 
         source = key_value_states if is_cross else hidden_states
         query = self._heads(self.q_proj(hidden_states))
         key = self._heads(self.k_proj(source))
         value = self._heads(self.v_proj(source))
-        options = {
-            "is_causal": is_causal,
-            "key_mask": attention_mask,
-            "cu_seqlens": cu_seqlens,
-            "log_decay": self.forget_gate(hidden_states) if self.forget_gate is not None and is_causal else None,
-            "initial_state": None if past_key_values is None else self._initial_state(past_key_values),
-            "eps": self.config.attention_eps,
-        }
+        options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens}
+        local_output = local_weights = None
+        if self.num_local_heads:
+            if position_embeddings is None:
+                position_embeddings = self._rotary_positions(position_ids, attention_mask, tokens_seen, hidden_states)
+            local_output, local_weights = self._attend_locally(
+                *(x[:, : self.num_local_heads] for x in (query, key, value)),
+                attention_mask,
+                past_key_values,
+                tokens_seen,
+                position_embeddings,
+                output_attentions,
+                **options,
+            )
+        if self.num_mixture_heads:
+            log_decay = self.forget_gate(hidden_states) if self.forget_gate is not None and is_causal else None
+            output, weights, responsibilities = self._mix(
+                *(x[:, self.num_local_heads :] for x in (query, key, value)),
+                past_key_values,
+                output_attentions,
+                output_responsibilities,
+                key_mask=attention_mask,
+                log_decay=log_decay,
+                **options,
+            )
+        else:
+            output, weights, responsibilities = local_output, local_weights, None
+        if self.num_local_heads and self.num_mixture_heads:
+            output = torch.cat([local_output.transpose(1, 2), output.transpose(1, 2)], dim=2).transpose(1, 2)
+            weights = torch.cat([local_weights, weights], dim=1) if output_attentions else None
+        if output_responsibilities:
+            shape = (batch, -1, self.num_mixture_heads, self.config.num_components)
+            if responsibilities is None:
+                responsibilities = (query.new_zeros(batch, 0, length, self.config.num_components),) * 2
+            else:
+                responsibilities = tuple(x.transpose(1, 2).reshape(shape).transpose(1, 2) for x in responsibilities)
+        if past_key_values is not None:
+            keep_count(past_key_values, tokens_seen, self.layer_idx)
+        output = self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
+        return output, weights, responsibilities
+
+    def _mix(self, query, key, value, past_key_values, output_attentions, output_responsibilities, **options):
+        """Output of the GMA heads (B, H, N, d_v), and their weights and responsibilities where asked for."""
+        options["initial_state"] = None if past_key_values is None else self._initial_state(past_key_values)
+        options["eps"] = self.config.attention_eps
         looks = output_attentions or output_responsibilities
-        weights = None if looks or length > 1 else self._kept_weights(past_key_values, query)
+        weights = None if looks or query.shape[2] > 1 else self._kept_weights(past_key_values, query)
         if weights is not None:
             with full_precision(query.device):
                 output, state = linear_attention(
@@ -161,20 +232,66 @@ class GMAAttention(nn.Module):
                 # The same output by way of the weights, so that they have gradients.
                 output = (weights @ value.to(weights.dtype)).to(value.dtype)
         if output_responsibilities:
-            responsibilities = tuple(
-                gaussian_responsibilities(x, means, variances, log_priors)
-                .transpose(1, 2)
-                .reshape(batch, -1, self.num_heads, self.config.num_components)
-                .transpose(1, 2)
-                for x in (query, key)
-            )
+            responsibilities = tuple(gaussian_responsibilities(x, means, variances, log_priors) for x in (query, key))
         if past_key_values is not None:
-            if tokens_seen is None:
-                tokens_seen = count_tokens(past_key_values, attention_mask, hidden_states, self.layer_idx)
             past_key_values.update_recurrent_state(state, self.layer_idx)
-            keep_count(past_key_values, tokens_seen, self.layer_idx)
-        output = self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
         return output, weights, responsibilities
+
+    def _attend_locally(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        past_key_values,
+        tokens_seen,
+        position_embeddings,
+        output_attentions,
+        **options,
+    ):
+        """Output of the local heads (B, H, N, d_v), and their weights where asked for."""
+        query, key = (rotate(x, *position_embeddings) for x in (query, key))
+        # A window that was kept has its padding in front, and goes on with tokens.
+        is_aligned = past_key_values is not None and attention_mask is None
+        if past_key_values is not None:
+            numbers = _token_numbers(tokens_seen.to(key.device), attention_mask, key.shape[2])
+            key, value, attention_mask = extend_window(
+                past_key_values, key, value, numbers, attention_mask, self.config.sliding_window, self.layer_idx
+            )
+        options |= {"window": self.config.sliding_window, "key_mask": attention_mask}
+        if self._can_flash(query, key, attention_mask, options["cu_seqlens"]) and not output_attentions:
+            return self._flash(query, key, value, **options), None
+        if not output_attentions:
+            return windowed_attention(query, key, value, **options, is_aligned=is_aligned), None
+        weights = windowed_attention_weights(query, key, **options)
+        output = (weights @ value.to(weights.dtype)).to(value.dtype)
+        return output, weights[..., key.shape[2] - query.shape[2] :]
+
+    def _can_flash(self, query, key, key_mask, cu_seqlens) -> bool:
+        """Whether a FlashAttention kernel was asked for, and transformers' way to it can say what is padding here."""
+        length, total = query.shape[2], key.shape[2]
+        is_plain = key_mask is None or (cu_seqlens is None and length in (1, total))
+        return is_plain and "flash" in (self.config._attn_implementation or "")
+
+    def _flash(self, query, key, value, window, is_causal, key_mask, cu_seqlens):
+        packed = {}
+        if cu_seqlens is not None:
+            longest = int(cu_seqlens.diff().max())
+            packed = {"cu_seq_lens_q": cu_seqlens.int(), "cu_seq_lens_k": cu_seqlens.int()}
+            packed |= {"max_length_q": longest, "max_length_k": longest}
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        options = {"sliding_window": window, "is_causal": is_causal}
+        output, _ = attend(self, query, key, value, key_mask, **options, **packed)
+        return output.transpose(1, 2).to(value.dtype)
+
+    def _rotary_positions(self, position_ids, attention_mask, tokens_seen, hidden_states):
+        if position_ids is None:
+            length = hidden_states.shape[1]
+            valid = hidden_states.new_ones(1, length, dtype=torch.long) if attention_mask is None else attention_mask
+            position_ids = valid.long().cumsum(-1)
+            if tokens_seen is not None:
+                position_ids = position_ids - position_ids[:, -1:] + tokens_seen[:, 1].to(position_ids.device)
+        return rotary_positions(position_ids, self.config.routing_dim, self.config.rope_parameters["rope_theta"])
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -201,12 +318,70 @@ class GMAAttention(nn.Module):
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
         """The shape of what `cached_state` returns."""
-        return (batch, self.num_heads, self.config.num_components, self.config.value_dim + 1)
+        if not self.num_mixture_heads:
+            return (batch, self.num_heads, self.config.routing_dim + NUMBER_DIGITS)
+        return (batch, self.num_mixture_heads, self.config.num_components, self.config.value_dim + 1)
 
     @staticmethod
-    def cached_state(layer: CacheLayer) -> torch.Tensor | None:
-        """What a layer of the cache holds to continue from, or None."""
-        return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+    def cached_state(layer: CacheLayer | DynamicSlidingWindowLayer) -> torch.Tensor | None:
+        """What a layer of the cache holds to continue from, or None: the state, or without one the last key."""
+        if isinstance(layer, CacheLayer):
+            return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+        return None if layer.keys is None else layer.keys[:, :, -1]
+
+
+def extend_window(
+    past_key_values: Cache,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    numbers: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    window: int,
+    layer_idx: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Put keys and values (B, H, N, d) of tokens of these numbers (B, N) into the cache.
+
+    Returns keys, values and, if any could be padding, the mask (B, S + N) of what was there and of them. What stays
+    are the last `window - 1` tokens of every row: padding, which would push tokens out, is moved before them.
+    """
+    layer = past_key_values.layers[layer_idx]
+    new = key.shape[2]
+    digits = numbers.unsqueeze(-1) // NUMBER_BASE ** torch.arange(NUMBER_DIGITS, device=key.device) % NUMBER_BASE
+    digits = digits.to(key.dtype).unsqueeze(1).expand(-1, key.shape[1], -1, -1)
+    key, value = past_key_values.update(torch.cat([key, digits], dim=-1), value, layer_idx)
+    is_static = isinstance(layer, StaticSlidingWindowLayer)
+    if is_static:
+        filled = layer.get_seq_length()
+        if filled > layer.max_cache_len and layer.max_cache_len < window:
+            raise ValueError(
+                f"`past_key_values` has room for {layer.max_cache_len} tokens, fewer than the window of {window} and "
+                f"the {filled} tokens seen."
+            )
+        key, value = key[:, :, :filled], value[:, :, :filled]
+    mask = None
+    if attention_mask is not None or key.shape[2] != new:
+        mask = (key[:, 0, :, -NUMBER_DIGITS:] != 0).any(-1)
+    kept = key, value
+    if attention_mask is not None:
+        order = alignment(mask)
+        kept = in_order(key, order), in_order(value, order)
+    if not is_static and (new > 1 or attention_mask is not None or window == 1):
+        # Of their own memory: a view would keep that of all tokens. Of a window of one, the last number is needed.
+        layer.keys, layer.values = (x[:, :, -max(window - 1, 1) :].clone() for x in kept)
+    elif is_static and attention_mask is not None:
+        slots = min(filled, layer.max_cache_len)
+        key, value = key.clone(), value.clone()
+        layer.keys[:, :, :slots], layer.values[:, :, :slots] = (x[:, :, -slots:] for x in kept)
+    return key[..., :-NUMBER_DIGITS], value, mask
+
+
+def _token_numbers(tokens_seen, attention_mask, length):
+    """Numbers (B, N), from 1, of new tokens among those that are not padding; 0 for padding."""
+    last = tokens_seen[:, 1]
+    if attention_mask is None:
+        return last + torch.arange(1 - length, 1, device=last.device)
+    numbers = attention_mask.long().cumsum(-1)
+    return (numbers - numbers[:, -1:] + last) * attention_mask
 
 
 def cached_count(past_key_values: Cache | None, layer_idx: int = 0) -> torch.Tensor | None:
@@ -215,8 +390,10 @@ def cached_count(past_key_values: Cache | None, layer_idx: int = 0) -> torch.Ten
 
 
 def keep_count(past_key_values: Cache, tokens_seen: torch.Tensor, layer_idx: int) -> None:
-    """Put what `count_tokens` counted into the cache."""
-    past_key_values.update_conv_state(tokens_seen, layer_idx, _count_slot(past_key_values.layers[layer_idx]))
+    """Put what `count_tokens` counted into the cache; a window has it in the number of its last token."""
+    layer = past_key_values.layers[layer_idx]
+    if isinstance(layer, CacheLayer):
+        past_key_values.update_conv_state(tokens_seen, layer_idx, _count_slot(layer))
 
 
 def _count_slot(layer: CacheLayer) -> int:
@@ -224,9 +401,16 @@ def _count_slot(layer: CacheLayer) -> int:
     return layer.number_of_states - 1
 
 
-def _count_in(layer: CacheLayer) -> torch.Tensor | None:
-    slot = _count_slot(layer)
-    return layer.conv_states[slot] if layer.has_previous_state[slot] else None
+def _count_in(layer) -> torch.Tensor | None:
+    if isinstance(layer, CacheLayer):
+        slot = _count_slot(layer)
+        return layer.conv_states[slot] if layer.has_previous_state[slot] else None
+    if not layer.get_seq_length():
+        return None
+    digits = layer.keys[:, 0, :, -NUMBER_DIGITS:].long()
+    numbers = (digits * NUMBER_BASE ** torch.arange(NUMBER_DIGITS, device=digits.device)).sum(-1)
+    tokens = numbers.amax(-1, keepdim=True)
+    return torch.stack([torch.full_like(tokens, layer.get_seq_length()), tokens], dim=1)
 
 
 def count_tokens(
@@ -257,12 +441,11 @@ def check_cache(past_key_values: Cache, mixers: list[nn.Module], config: GMAConf
             f"{type(past_key_values).__name__}."
         )
     layers = past_key_values.layers
-    slots = getattr(config, "number_of_conv_states", 1)
-    is_ours = _holds_states_alone(past_key_values) and all(layer.number_of_states == slots for layer in layers)
+    is_ours = all(_fits(layer, kind, config) for layer, kind in zip(layers, config.layer_types))
     if len(layers) != config.num_hidden_layers or not is_ours:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "a cache made without a config"
         raise ValueError(
-            f"`past_key_values` must have {config.num_hidden_layers} layers that hold a state, as "
+            f"`past_key_values` must have {config.num_hidden_layers} layers that hold {_held(config)}, as "
             f"`DynamicCache(config=model.config)` makes them, got {len(layers)} ({kinds}), as of another model."
         )
     for index, (layer, mixer) in enumerate(zip(layers, mixers)):
@@ -274,6 +457,20 @@ def check_cache(past_key_values: Cache, mixers: list[nn.Module], config: GMAConf
                     f"`past_key_values` holds a state of shape {shape} in layer {index}, this model and batch need "
                     f"{expected}: it belongs to another model or another batch."
                 )
+
+
+def _fits(layer, kind: str, config: GMAConfig) -> bool:
+    """Whether a layer of a cache is one for this type of layer."""
+    is_state = isinstance(layer, CacheLayer) and layer.number_of_states == getattr(config, "number_of_conv_states", 1)
+    is_window = isinstance(layer, (DynamicSlidingWindowLayer, StaticSlidingWindowLayer))
+    is_window = is_window and getattr(layer, "sliding_window", config.sliding_window) == config.sliding_window
+    return {"hybrid_sliding": is_state and is_window, "sliding_attention": is_window}.get(kind, is_state)
+
+
+def _held(config: GMAConfig) -> str:
+    if "hybrid_sliding" in config.layer_types or "sliding_attention" in config.layer_types:
+        return f"a state, a window of {config.sliding_window} tokens or both"
+    return "a state"
 
 
 def let_cache_tell_length(past_key_values: Cache) -> None:

@@ -45,6 +45,7 @@ from .chunked import sequence_of_token
 from .functional import can_look_inside
 from .linear import Linear
 from .mixture import GaussianMixture
+from .sliding import rotary_positions
 
 
 logger = logging.get_logger(__name__)
@@ -63,8 +64,8 @@ class GMAKwargs(TransformersKwargs, total=False):
 class GMAModelOutput(BaseModelOutputWithPast):
     """
     responsibilities (`tuple` of pairs of `torch.FloatTensor`, *optional*):
-        For every layer, query and key responsibilities, each (batch, heads, length, components). Returned with
-        `output_responsibilities=True`.
+        For every layer, query and key responsibilities of its GMA heads, each (batch, heads, length, components);
+        without such heads there are 0. Returned with `output_responsibilities=True`.
     """
 
     responsibilities: tuple[tuple[torch.FloatTensor, torch.FloatTensor], ...] | None = None
@@ -151,6 +152,9 @@ class GMAPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _is_stateful = True
     _can_compile_fullgraph = True
+    # What local heads can run on; GMA heads have kernels of their own.
+    _supports_sdpa = True
+    _supports_flash_attn = True
     _can_record_outputs = {
         "hidden_states": GMALayer,
         "attentions": OutputRecorder(GMAAttention, index=1),
@@ -205,7 +209,8 @@ class GMAModel(GMAPreTrainedModel):
             use_cache: whether to return the cache; by default the config's, and False while training.
             cu_seq_lens_q, seq_idx: where packed sequences begin, as `DataCollatorWithFlattening` sends them.
             output_hidden_states, output_attentions, output_responsibilities: whether to return them for every layer.
-                Attentions are the induced weights, formed only here: quadratic in length.
+                Attentions are the induced weights, and of local heads the softmax weights, formed only here:
+                quadratic in length. With a cache they are those among the new tokens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -247,6 +252,10 @@ class GMAModel(GMAPreTrainedModel):
         self._check_positions(position_ids, inputs_embeds)
         hidden_states = self.dropout(self.positions(inputs_embeds, position_ids))
 
+        position_embeddings = None
+        if not {"hybrid_sliding", "sliding_attention"}.isdisjoint(self.config.layer_types):
+            theta = self.config.rope_parameters["rope_theta"]
+            position_embeddings = rotary_positions(position_ids, self.config.routing_dim, theta)
         tokens_seen = None if past_key_values is None else count_tokens(past_key_values, attention_mask, inputs_embeds)
         for layer in self.layers:
             hidden_states = layer(
@@ -256,6 +265,7 @@ class GMAModel(GMAPreTrainedModel):
                 tokens_seen=tokens_seen,
                 cu_seqlens=cu_seqlens,
                 position_ids=position_ids,
+                position_embeddings=position_embeddings,
                 is_causal=is_causal,
                 output_attentions=output_attentions,
                 output_responsibilities=output_responsibilities,

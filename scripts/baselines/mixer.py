@@ -36,11 +36,12 @@ class Mixer(nn.Module):
         tokens_seen: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         is_causal: bool | None = None,
         output_attentions: bool = False,
         output_responsibilities: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """Arguments as in `GMAAttention.forward`.
+        """Arguments as in `GMAAttention.forward`; `position_embeddings` are not used.
 
         Returns:
             The output (B, N, hidden_size), the attention weights (B, H, N, N_k) or None, and None.

@@ -54,8 +54,8 @@ TWIN_FIELDS = ("mixer", "linformer_dim", "performer_features", "mamba_expand", "
 @strict
 class TwinConfig(GMAConfig):
     r"""
-    A `GMAConfig` whose model has another mixer. What only GMA's mixer has (components) is not used, and a forget gate
-    by `"linear"` and `"performer"` alone, whose memory is like GMA's.
+    A `GMAConfig` whose model has another mixer. What only GMA's mixer has (components, `layer_types`) is not used, and a
+    forget gate by `"linear"` and `"performer"` alone, whose memory is like GMA's.
 
     Args:
         mixer (`str`, defaults to `"sdpa"`):
@@ -97,14 +97,15 @@ class TwinConfig(GMAConfig):
             )
         if self.mixer == "sdpa_rope" and self.routing_dim % 2:
             raise ValueError(f'`routing_dim` must be even with the mixer "sdpa_rope", got {self.routing_dim}.')
+        if vars(self)["layer_types"] is not None:
+            raise ValueError(f"`layer_types` goes with GMA's mixer alone, got {self.layer_types}.")
         if self.output_responsibilities:
             raise ValueError("`output_responsibilities=True` needs a mixture, which no mixer but GMA's has.")
 
     @property
-    def layer_types(self) -> list[str]:
+    def default_layer_type(self) -> str:
         """What transformers' caches build for each layer: "hybrid" holds keys and values, and a state beside them."""
-        kind = "hybrid" if self.mixer in ("eager", "sdpa", "sdpa_rope") else "linear_attention"
-        return [kind] * self.num_hidden_layers
+        return "hybrid" if self.mixer in ("eager", "sdpa", "sdpa_rope") else "linear_attention"
 
     @property
     def number_of_conv_states(self) -> int:
@@ -123,6 +124,7 @@ class TwinPreTrainedModel(PreTrainedModel):
 
     config_class = TwinConfig
     _no_split_modules = ["TwinLayer"]
+    _supports_sdpa = _supports_flash_attn = False
     _can_record_outputs = {"hidden_states": TwinLayer, "attentions": OutputRecorder(Mixer, index=1)}
 
     @torch.no_grad()
@@ -176,7 +178,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TwinConfig.model_type] = TwinForCausalLM.__nam
 def twin_config(config: GMAConfig, mixer: str = "sdpa", **fields) -> GMAConfig:
     """The config of a twin: `config` with this mixer and these fields changed. "gma" leaves it a `GMAConfig`.
 
-    With "sdpa_rope", rotary positions take the place of whatever `config` says of positions.
+    All layers have this mixer, whatever `config` says of their types. With "sdpa_rope", rotary positions take the
+    place of whatever `config` says of positions.
     """
     if mixer != "gma" and mixer not in MIXERS:
         raise ValueError(f"`mixer` must be one of {['gma', *MIXERS]}, got {mixer!r}.")
@@ -188,7 +191,7 @@ def twin_config(config: GMAConfig, mixer: str = "sdpa", **fields) -> GMAConfig:
     if mixer == "gma":
         return GMAConfig(**{name: value for name, value in values.items() if name not in TWIN_FIELDS})
     try:
-        return TwinConfig(**values)
+        return TwinConfig(**values | {"layer_types": None})
     except StrictDataclassClassValidationError as error:
         # The sentence alone, as an error of this function.
         raise ValueError(str(error.__cause__)) from error

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from transformers import AutoConfig
 
@@ -60,6 +62,28 @@ BAD = {
     "unknown positions": ({"position_embedding_type": "rotary"}, "position_embedding_type.*rotary"),
     "unknown pooling": ({"classifier_pooling": "max"}, "classifier_pooling.*max"),
     "a word for a number": ({"hidden_size": "wide"}, "hidden_size.*expected int"),
+    "layers of another kind": (
+        {"layer_types": ["full_attention"] * 6},
+        r"`layer_types` must name one of \['linear_attention', .*full_attention",
+    ),
+    "too few layer types": ({"layer_types": ["hybrid_sliding"] * 5}, "for each of the 6 layers"),
+    "no window": ({"sliding_window": 0}, "`sliding_window` must be at least 1, got 0"),
+    "local heads alone in a hybrid": (
+        {"layer_types": ["hybrid_sliding"] * 6, "num_local_heads": 8},
+        r"`num_local_heads` must be at least 1 and below `num_attention_heads` \(8\).*got 8",
+    ),
+    "one head for two kinds": (
+        {"layer_types": ["hybrid_sliding"] * 6, "num_attention_heads": 1},
+        "`num_local_heads` must be at least 1.*got 0",
+    ),
+    "positions that stretch": (
+        {"layer_types": ["sliding_attention"] * 6, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "`rope_parameters` must be.*'factor': 2.0",
+    ),
+    "an odd width to turn": (
+        {"layer_types": ["sliding_attention"] * 6, "routing_dim": 7},
+        "`routing_dim` must be even.*got 7",
+    ),
     "forgetting both ways": ({"forget_gate": True, "is_causal": False}, "`forget_gate=True` needs `is_causal=True`"),
 }
 
@@ -74,3 +98,29 @@ def test_bad_values_are_named(name):
 def test_dims_of_their_own_need_no_division():
     config = GMAConfig(hidden_size=50, num_attention_heads=4, routing_dim=8, value_dim=12)
     assert (config.routing_dim, config.value_dim) == (8, 12)
+
+
+def test_layers_without_types_follow_their_number(tmp_path):
+    """What was not given is not written down, so that it can follow what is changed at loading."""
+    GMAConfig(num_hidden_layers=3).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["layer_types"] is None and written["num_local_heads"] is None
+    loaded = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=5, num_attention_heads=16)
+    assert loaded.layer_types == ["linear_attention"] * 5 and loaded.num_local_heads == 8
+
+
+def test_configs_from_before_there_were_types_load(tmp_path):
+    config = GMAConfig(num_hidden_layers=2).to_dict()
+    for name in ("layer_types", "num_local_heads", "sliding_window", "rope_parameters"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.layer_types == ["linear_attention"] * 2 and loaded.sliding_window == GMAConfig().sliding_window
+
+
+def test_layer_types_round_trip(tmp_path):
+    fields = {"layer_types": ["hybrid_sliding", "sliding_attention"], "sliding_window": 7, "num_local_heads": 3}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    GMAConfig(num_hidden_layers=2, **fields).save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert {name: getattr(loaded, name) for name in fields} == fields

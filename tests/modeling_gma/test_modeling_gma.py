@@ -42,6 +42,10 @@ HEADS = {
     GMAForTokenClassification: AutoModelForTokenClassification,
 }
 POSITIONS = ("learned", "sinusoidal", "none")
+LOCAL = [
+    {"layer_types": ["hybrid_sliding"] * 2, "sliding_window": 5, "forget_gate": True},
+    {"layer_types": ["sliding_attention", "hybrid_sliding"], "sliding_window": 5, "position_embedding_type": "none"},
+]
 
 
 def config_for(model_class, tiny_config, **changes):
@@ -436,9 +440,9 @@ def test_pooling(pooling, is_causal, tiny_config):
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 40, 100])
-@pytest.mark.parametrize("forget_gate", [False, True])
-def test_prefix_is_bit_identical(length, forget_gate, tiny_config):
-    model = GMAForCausalLM(tiny_config(forget_gate=forget_gate)).eval()
+@pytest.mark.parametrize("changes", [{}, {"forget_gate": True}, *LOCAL])
+def test_prefix_is_bit_identical(length, changes, tiny_config):
+    model = GMAForCausalLM(tiny_config(**changes)).eval()
     tokens = make_tokens(length=length)
     logits = model(tokens).logits
     for j in {1, length // 2, length - 1}:
@@ -472,6 +476,8 @@ def padded_variants(tokens):
     [
         *({"is_causal": c, "position_embedding_type": p} for c in (True, False) for p in POSITIONS),
         {"forget_gate": True},
+        *LOCAL,
+        LOCAL[1] | {"is_causal": False},
     ],
 )
 def test_padding_changes_nothing(batch, changes, tiny_config):
@@ -518,7 +524,9 @@ def test_all_padding_is_finite(tiny_config):
         assert outputs.logits.isfinite().all()
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "changes", [{"forget_gate": True}, {"is_causal": False}, LOCAL[0], LOCAL[1] | {"is_causal": False}]
+)
 @pytest.mark.parametrize(
     "sent",
     [
@@ -528,11 +536,10 @@ def test_all_padding_is_finite(tiny_config):
         {"return_flash_attn_kwargs": True, "return_seq_idx": True, "return_position_ids": False},
     ],
 )
-def test_packing_as_the_collator_sends_it(is_causal, sent, tiny_config):
+def test_packing_as_the_collator_sends_it(changes, sent, tiny_config):
     """Packed equals separate: logits of every document, and gradients of every parameter."""
-    model = (GMAForCausalLM if is_causal else GMAForMaskedLM)(
-        tiny_config(is_causal=is_causal, forget_gate=is_causal)
-    ).eval()
+    model_class = GMAForCausalLM if changes.get("is_causal", True) else GMAForMaskedLM
+    model = model_class(tiny_config(**changes)).eval()
     rows = [make_tokens(1, n) for n in (5, 1, 17, 9)]
     batch = DataCollatorWithFlattening(**sent)([{"input_ids": row[0].tolist()} for row in rows])
     labels = batch.pop("labels")
@@ -553,8 +560,9 @@ def test_packing_as_the_collator_sends_it(is_causal, sent, tiny_config):
     assert model(**batch, labels=labels).loss.isfinite()
 
 
-def test_packing_with_padding_inside(tiny_config):
-    model = GMAForCausalLM(tiny_config()).eval()
+@pytest.mark.parametrize("changes", [{}, *LOCAL])
+def test_packing_with_padding_inside(changes, tiny_config):
+    model = GMAForCausalLM(tiny_config(**changes)).eval()
     rows = [make_tokens(1, 6), make_tokens(1, 9)]
     garbage = make_tokens(1, 3)
     packed = torch.cat([garbage[:, :2], rows[0], garbage, rows[1]], dim=1)
@@ -571,8 +579,9 @@ def test_positions_with_gaps_stay_one_sequence(tiny_config):
     torch.testing.assert_close(model(tokens, position_ids=2 * torch.arange(21)[None]).logits, model(tokens).logits)
 
 
-def test_packing_in_several_rows_by_position_ids(tiny_config):
-    model = GMAForCausalLM(tiny_config()).eval()
+@pytest.mark.parametrize("changes", [{}, *LOCAL])
+def test_packing_in_several_rows_by_position_ids(changes, tiny_config):
+    model = GMAForCausalLM(tiny_config(**changes)).eval()
     tokens = make_tokens(2, 12)
     position_ids = torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])
     outputs = model(tokens, position_ids=position_ids, output_responsibilities=True)
@@ -593,7 +602,9 @@ def test_packing_in_several_rows_by_position_ids(tiny_config):
 # Decoding
 
 
-@pytest.mark.parametrize("changes", [*({"position_embedding_type": p} for p in POSITIONS), {"forget_gate": True}])
+@pytest.mark.parametrize(
+    "changes", [*({"position_embedding_type": p} for p in POSITIONS), {"forget_gate": True}, *LOCAL]
+)
 def test_continuing_equals_parallel(changes, tiny_config):
     """In pieces of any size, single tokens included."""
     model = GMAForCausalLM(tiny_config(**changes)).eval()
@@ -619,18 +630,19 @@ def test_4096_single_steps_equal_parallel(tiny_config):
     assert (torch.cat(steps, dim=1) - expected).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("forget_gate", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"forget_gate": True}, *LOCAL])
 @torch.no_grad()
-def test_padding_while_continuing(forget_gate, tiny_config):
+def test_padding_while_continuing(changes, tiny_config):
     """Padding in a continued segment, single padding tokens included, leaves the state and later logits alone."""
-    model = GMAForCausalLM(tiny_config(forget_gate=forget_gate)).eval()
+    model = GMAForCausalLM(tiny_config(**changes)).eval()
     tokens = make_tokens(length=20)
     expected = model(tokens).logits
     cache = model(tokens[:, :8]).past_key_values
     for _ in range(2):
-        before = [layer.recurrent_states[0].clone() for layer in cache.layers]
+        states = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+        before = [layer.recurrent_states[0].clone() for layer in states]
         model(make_tokens(length=1), attention_mask=torch.zeros(2, 1), past_key_values=cache)
-        assert all(torch.equal(a, layer.recurrent_states[0]) for a, layer in zip(before, cache.layers))
+        assert all(torch.equal(a, layer.recurrent_states[0]) for a, layer in zip(before, states))
     garbage = make_tokens(length=3)
     mixed = torch.cat([garbage, tokens[:, 8:14], garbage, tokens[:, 14:]], dim=1)
     mask = torch.tensor([0] * 3 + [1] * 6 + [0] * 3 + [1] * 6).expand(2, -1)
@@ -697,9 +709,10 @@ def test_a_million_tokens():
     assert prefill(1_000_000) <= prefill(10_000) + input_bytes + 20_000_000
 
 
-def test_gradients_flow_through_a_cache(tiny_config):
+@pytest.mark.parametrize("changes", [{"forget_gate": True}, *LOCAL])
+def test_gradients_flow_through_a_cache(changes, tiny_config):
     """Truncated or not, training over segments works, and equals training over the whole."""
-    model = GMAForCausalLM(tiny_config(forget_gate=True)).eval()
+    model = GMAForCausalLM(tiny_config(**changes)).eval()
     tokens = make_tokens(length=24)
     weights = torch.randn(2, 24, 99)
     (model(tokens).logits * weights).sum().backward()
@@ -742,7 +755,9 @@ def test_generation_with_cache_equals_without(mode, lm):
         assert torch.equal(result, results[0])
 
 
-@pytest.mark.parametrize("changes", [*({"position_embedding_type": p} for p in POSITIONS), {"forget_gate": True}])
+@pytest.mark.parametrize(
+    "changes", [*({"position_embedding_type": p} for p in POSITIONS), {"forget_gate": True}, *LOCAL]
+)
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_left_padded_prompts_generate_as_alone(changes, num_beams, tiny_config):
     model = GMAForCausalLM(tiny_config(eos_token_id=None, **changes)).eval()

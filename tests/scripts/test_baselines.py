@@ -127,6 +127,10 @@ def test_the_class_follows_the_direction(tiny_config):
     classifier = build_twin(tiny_config(num_labels=5), "linear", GMAForSequenceClassification)
     assert isinstance(classifier, GMAForSequenceClassification) and classifier.score.out_features == 5
     assert build_twin(tiny_config(), "sdpa_rope").config.position_embedding_type == "none"
+    hybrid = tiny_config(layer_types=["hybrid_sliding"] * 2)
+    assert build_twin(hybrid, "linear").config.layer_types == ["linear_attention"] * 2
+    with pytest.raises(Exception, match="`layer_types` goes with GMA's mixer alone"):
+        TwinConfig(num_hidden_layers=1, layer_types=["sliding_attention"])
     twice = build_twin(build_twin(tiny_config(), "performer", performer_features=7).config, "linear")
     assert twice.config.mixer == "linear" and twice.config.performer_features == 7
 
