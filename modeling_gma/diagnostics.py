@@ -229,7 +229,7 @@ class RunningStatistics:
             sums |= {"moments": some.mT @ some, "moments_usage": some.sum(1)}
             self.moments_count += some.shape[1]
         sums = {name: value.double() for name, value in sums.items()}
-        labels = torch.zeros_like(assignments[0]) if categories is None else categories.to(assignments.device)
+        labels = assignments.new_zeros(tokens) if categories is None else categories.to(assignments.device)
         table = count_pairs(assignments, labels, components, self.num_categories or 1)
         if self.count == 0:
             self._sums, self.table = sums, table
@@ -306,25 +306,27 @@ def usage_statistics(responsibilities: torch.Tensor, mask: torch.Tensor | None =
 
 @torch.no_grad()
 def mixture_health(model: nn.Module, **inputs) -> dict[str, float]:
-    """Figures to watch while a model trains, over all layers and heads; keys and queries together, without padding.
+    """Figures to watch while a model trains, over all GMA heads of all layers; keys and queries together, no padding.
 
     Beside the means, the smallest `usage_entropy` of any head, and which it is: near zero, its components have
-    collapsed into one. `collapse_warning` says so in words.
+    collapsed into one. `collapse_warning` says so in words. Heads are counted from the first GMA head of their layer.
     """
+    variances = [module()[1] for module in model.modules() if isinstance(module, GaussianMixture)]
+    if not variances:
+        raise ValueError("`model` has no mixture to look at: none of its layers has GMA heads.")
     outputs = model(**inputs, output_responsibilities=True, use_cache=False)
     mask = inputs.get("attention_mask")
     mask = None if mask is None else torch.cat([mask, mask], dim=1)
     layers = [usage_statistics(torch.cat(pair, dim=2), mask) for pair in outputs.responsibilities]
-    figures = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
-    variances = [module()[1] for module in model.modules() if isinstance(module, GaussianMixture)]
+    figures = {name: torch.cat([layer[name] for layer in layers]) for name in layers[0]}
+    places = [(number, head) for number, layer in enumerate(layers) for head in range(len(layer["usage_entropy"]))]
     smallest = figures["usage_entropy"].argmin()
-    heads = figures["usage_entropy"].shape[1]
     return {
         **{name: values.mean().item() for name, values in figures.items()},
-        "smallest_usage_entropy": figures["usage_entropy"].flatten()[smallest].item(),
-        "smallest_usage_layer": int(smallest) // heads,
-        "smallest_usage_head": int(smallest) % heads,
-        "smallest_effective_components": figures["effective_components"].flatten()[smallest].item(),
+        "smallest_usage_entropy": figures["usage_entropy"][smallest].item(),
+        "smallest_usage_layer": places[smallest][0],
+        "smallest_usage_head": places[smallest][1],
+        "smallest_effective_components": figures["effective_components"][smallest].item(),
         "collapsed_heads": int((figures["usage_entropy"] < COLLAPSED).sum()),
         "smallest_variance": min(variance.min().item() for variance in variances),
     }

@@ -130,7 +130,7 @@ class Analysis:
     def __init__(self, model: GMAModel, text: LabelledText, arguments: Arguments, layer: int):
         self.model, self.text, self.arguments, self.layer = model, text, arguments, layer
         config = model.config
-        self.heads, self.components = config.num_attention_heads, config.num_components
+        self.heads, self.components = model.layers[layer].mixer.num_mixture_heads, config.num_components
         # Groups are the heads and last their average; which of them have tables and figures of their own.
         each = arguments.heads == "each"
         self.shown = {f"head_{h}": h for h in range(self.heads)} if each else {"average": self.heads}
@@ -310,6 +310,12 @@ def load_model(name: str, device: str, dtype: str) -> GMAModel:
         raise SystemExit(f"--model_name_or_path {name!r} cannot be loaded: {error}") from None
     if not isinstance(model, GMAModel):
         raise SystemExit(f"--model_name_or_path {name!r} is no GMA model but a {type(model).__name__}.")
+    heads = [layer.mixer.num_mixture_heads for layer in model.layers]
+    if not all(heads) or len(set(heads)) > 1:
+        raise SystemExit(
+            f"--model_name_or_path {name!r} must have as many GMA heads in every layer, and at least one, got "
+            f"{heads}: its `layer_types` are {model.config.layer_types}."
+        )
     return model.to(device).eval()
 
 

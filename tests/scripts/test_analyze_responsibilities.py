@@ -325,8 +325,9 @@ def test_help_teaches():
         ({"num_components": 1}, {}),
         ({"forget_gate": True, "position_embedding_type": "none"}, {"dtype": "bfloat16"}),
         ({"is_causal": False}, {"side": "key", "heads": "each"}),
+        ({"layer_types": ["hybrid_sliding"], "forget_gate": True}, {"heads": "each"}),
     ],
-    ids=["one component", "fading in bfloat16", "both ways"],
+    ids=["one component", "fading in bfloat16", "both ways", "local heads"],
 )
 def test_models_of_other_kinds(folder, tmp_path, fields, changed):
     tokenizer = load_tokenizer(str(folder / "model"))
@@ -362,6 +363,10 @@ def test_half_lives(folder, tmp_path):
 def test_other_models_are_refused(tmp_path):
     GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="is no GMA model but a GPT2Model"):
+        load_model(str(tmp_path), "cpu", "auto")
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 9}
+    GMAModel(GMAConfig(**sizes, layer_types=["linear_attention", "sliding_attention"])).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=r"as many GMA heads in every layer, and at least one, got \[2, 0\]"):
         load_model(str(tmp_path), "cpu", "auto")
     with pytest.raises(SystemExit, match="cannot be loaded"):
         load_model(str(tmp_path / "nothing"), "cpu", "auto")
