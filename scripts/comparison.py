@@ -30,6 +30,7 @@ NAMES = {
     "mamba": "Mamba",
     "eager": "MHA, eager",
 }
+LAYERS = {"hybrid": ("hybrid_sliding", "local heads"), "local": ("sliding_attention", "local heads alone")}
 MARKERS = "os^vDPX*<>"
 
 
@@ -82,10 +83,15 @@ def system_flags(system: str) -> list[str]:
         if part == "forget":
             # What forgets knows how far back things are: no positions.
             flags += ["--forget_gate", "true", "--position_embedding_type", "none"]
+        elif part in LAYERS:
+            # Local heads have rotary positions.
+            flags += ["--layer_types", LAYERS[part][0], "--position_embedding_type", "none"]
         elif part.isdigit():
             flags += ["--num_components", part]
         else:
-            raise ValueError(f"--systems: {system!r} has {part!r}, which is neither components nor forget.")
+            raise ValueError(
+                f"--systems: {system!r} has {part!r}, which is neither components nor forget, hybrid or local."
+            )
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator:
@@ -103,6 +109,7 @@ def label(system: str) -> str:
     else:
         text = NAMES.get(mixer, mixer)
     text += ", forget gate" if "forget" in parts else ""
+    text += "".join(f", {LAYERS[part][1]}" for part in parts if part in LAYERS)
     return ", ".join([text, *settings])
 
 

@@ -59,6 +59,14 @@ class Arguments(ModelArguments):
     forget_gate: bool = field(
         default=False, metadata={"help": "Let the memory of gma, linear or performer fade (not in the paper)."}
     )
+    layer_types: str | None = field(
+        default=None,
+        metadata={"help": "linear_attention, hybrid_sliding or sliding_attention: one for all layers, or by commas."},
+    )
+    num_local_heads: int | None = field(
+        default=None, metadata={"help": "Local heads in a hybrid_sliding layer; by default half of the heads."}
+    )
+    sliding_window: int | None = field(default=None, metadata={"help": "Tokens that a local head sees."})
     score_spread: float = field(
         default=SCORE_SPREAD, metadata={"help": "Spread of the components' scores at the start."}
     )
@@ -72,6 +80,8 @@ class Arguments(ModelArguments):
             raise ValueError(f"--block_size must be at least 2, got {self.block_size}.")
         if self.forget_gate and self.mixer not in ("gma", "linear", "performer"):
             raise ValueError(f'--forget_gate goes with --mixer gma, linear or performer, got "{self.mixer}".')
+        if self.layer_types and self.mixer != "gma":
+            raise ValueError(f'--layer_types goes with --mixer gma, got "{self.mixer}".')
         if self.train_tokenizer and self.train_tokenizer < 257:
             raise ValueError(
                 f"--train_tokenizer must be at least 257 (bytes, end of text), got {self.train_tokenizer}."
@@ -85,10 +95,17 @@ class Arguments(ModelArguments):
             self.dataset_config_name = "wikitext-103-raw-v1"
 
     def config(self, **fields) -> GMAConfig:
+        kinds = self.layer_types.split(",") if self.layer_types else None
+        if kinds and len(kinds) == 1:
+            kinds *= self.num_hidden_layers
+        if self.sliding_window is not None:
+            fields["sliding_window"] = self.sliding_window
         return super().config(
             max_position_embeddings=self.block_size,
             position_embedding_type=self.position_embedding_type,
             forget_gate=self.forget_gate,
+            layer_types=kinds,
+            num_local_heads=self.num_local_heads,
             **fields,
         )
 

@@ -54,8 +54,8 @@ TWIN_FIELDS = ("mixer", "linformer_dim", "performer_features", "mamba_expand", "
 @strict
 class TwinConfig(GMAConfig):
     r"""
-    A `GMAConfig` whose model has another mixer. What only GMA's mixer has (components, `layer_types`) is not used, and a
-    forget gate by `"linear"` and `"performer"` alone, whose memory is like GMA's.
+    A `GMAConfig` whose model has another mixer. What only GMA's mixer has (components, types of layers) is not used,
+    and a forget gate by `"linear"` and `"performer"` alone, whose memory is like GMA's.
 
     Args:
         mixer (`str`, defaults to `"sdpa"`):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from arguments import parse
 from compare_language_models import at_speed, table
 from comparison import label, system_flags
 from data.wikitext import Blocks, train_tokenizer
 from datasets import Dataset
 from evaluate_perplexity import stream_losses, text_perplexities
+from train_wikitext import Arguments
 
 from modeling_gma import GMAConfig, GMAForCausalLM
 
@@ -94,6 +96,13 @@ def test_systems():
         *("--mixer", "gma", "--num_components", "64", "--forget_gate", "true", "--position_embedding_type", "none"),
         *("--learning_rate", "1e-3"),
     ]
+    flags = system_flags("gma:64:hybrid@sliding_window=32")
+    assert flags[-6:] == [
+        *("--layer_types", "hybrid_sliding", "--position_embedding_type", "none", "--sliding_window", "32"),
+    ]
+    config = parse(Arguments, "", [*flags, "--num_hidden_layers", "3", "--output_dir", "out"]).config()
+    assert config.layer_types == ["hybrid_sliding"] * 3 and config.sliding_window == 32
+    assert label("gma:64:hybrid") == "GMA K=64, local heads" and label("gma:local") == "GMA, local heads alone"
     assert label("gma:64:forget") == "GMA K=64, forget gate" and label("sdpa") == "SDPA, learned positions"
     for bad in ("gma:x", "gma@rate"):
         with pytest.raises(ValueError, match="--systems"):
