@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as CacheLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,6 +36,11 @@ from .sliding import (
 # sigmoid(4) = 0.982: memory starts with a half-life of 38 tokens.
 FORGET_GATE_BIAS = 4.0
 
+# How far from zero the queries of a head begin, in lengths of routing vectors, where memory does not fade. Every key
+# writes the same mass, so that queries without a preference read all tokens alike; with one, keys of its component
+# count more from the first step on, and it is the head's to learn which. Memory that fades prefers what is near.
+QUERY_BIAS = 16.0
+
 # A cached key has the number of its token in its row beside it, in digits that every dtype holds exactly; padding has
 # 0. So it is reordered, moved and reset with the key: there is no other place in a sliding layer of a cache.
 NUMBER_DIGITS = 4
@@ -52,6 +58,29 @@ class GMAForgetGate(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate = self.proj(hidden_states) + self.bias
         return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
+
+
+class GMAQueryProjection(Linear):
+    """Projection to the queries of all heads, of which the first `num_local_heads` have no mixture."""
+
+    def __init__(self, config: GMAConfig, num_local_heads: int = 0):
+        super().__init__(
+            config.hidden_size, config.num_attention_heads * config.routing_dim, bias=config.attention_bias
+        )
+        self.num_local = num_local_heads * config.routing_dim
+        self.scale = QUERY_BIAS if config.is_causal and not config.forget_gate else 0.0
+
+    @torch.no_grad()
+    def reset_bias(self, routing_std: float, scale: float | None = None) -> None:
+        """Begin the queries of each head at a random place, `scale` times as far from zero as routing vectors are.
+
+        By default `QUERY_BIAS` times in causal models that do not forget, and at zero in others.
+        """
+        scale = self.scale if scale is None else scale
+        if self.bias is not None and scale:
+            bias = torch.randn_like(self.bias) * (scale * routing_std)
+            bias[: self.num_local] = 0.0
+            init.copy_(self.bias, bias)
 
 
 class GMAAttention(nn.Module):
@@ -76,7 +105,7 @@ class GMAAttention(nn.Module):
         self.num_local_heads = local_heads.get(config.layer_types[layer_idx or 0], self.num_heads)
         self.num_mixture_heads = self.num_heads - self.num_local_heads
         routing_size, value_size = (self.num_heads * dim for dim in (config.routing_dim, config.value_dim))
-        self.q_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
+        self.q_proj = GMAQueryProjection(config, self.num_local_heads)
         self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
         self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)

@@ -36,6 +36,7 @@ from .attention import (
     FORGET_GATE_BIAS,
     GMAAttention,
     GMAForgetGate,
+    GMAQueryProjection,
     cached_count,
     check_cache,
     count_tokens,
@@ -164,9 +165,12 @@ class GMAPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
+        # Routing vectors are projections of normalised hidden states.
+        routing_std = self.config.initializer_range * math.sqrt(self.config.hidden_size)
         if isinstance(module, GaussianMixture):
-            # Routing vectors are projections of normalised hidden states.
-            module.reset_parameters(self.config.initializer_range * math.sqrt(self.config.hidden_size))
+            module.reset_parameters(routing_std)
+        elif isinstance(module, GMAQueryProjection):
+            module.reset_bias(routing_std)
         elif isinstance(module, GMAForgetGate):
             init.constant_(module.bias, FORGET_GATE_BIAS)
 

@@ -32,6 +32,7 @@ from training import ModelArguments, Task, start
 
 from baselines import build_twin
 from modeling_gma import GMAConfig, GMAForCausalLM
+from modeling_gma.attention import GMAQueryProjection
 from modeling_gma.mixture import MEAN_SCALE, SCORE_SPREAD, GaussianMixture
 
 
@@ -72,6 +73,10 @@ class Arguments(ModelArguments):
     )
     mean_scale: float = field(
         default=MEAN_SCALE, metadata={"help": "Length of the components' means at the start, in routing vectors."}
+    )
+    query_bias: float | None = field(
+        default=None,
+        metadata={"help": "How far from zero queries begin, in routing vectors; see modeling_gma.attention."},
     )
 
     def __post_init__(self):
@@ -156,6 +161,9 @@ class LanguageModelling(Task):
         for module in self.model.modules():
             if isinstance(module, GaussianMixture):
                 module.reset_parameters(routing_std, arguments.score_spread, arguments.mean_scale)
+            elif isinstance(module, GMAQueryProjection) and arguments.query_bias is not None:
+                torch.nn.init.zeros_(module.bias)
+                module.reset_bias(routing_std, arguments.query_bias)
         accelerator.print(
             f"{arguments.mixer}: {sum(p.numel() for p in self.model.parameters()):,} parameters; "
             f"{self.train_dataset.num_targets:,} tokens to train on, {self.validation.num_targets:,} to validate"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from modeling_gma import GMAAttention, GMAModel
+from modeling_gma import GMAAttention, GMAConfig, GMAModel
+from modeling_gma.attention import QUERY_BIAS
 from modeling_gma.mixture import GaussianMixture
 
 
@@ -105,3 +106,26 @@ def test_score_weights_are_kept_with_the_state_they_belong_to(tiny_config):
         assert not torch.equal(cache.layers[0].mixture_weights, before)
     mixer(x[:, :1], past_key_values=DynamicCache(config=mixer.config))[0].sum().backward()
     assert mixer.mixture_norm.mu.grad.abs().sum() > 0
+
+
+def test_queries_begin_away_from_zero_where_memory_does_not_fade():
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_components": 8,
+    }
+
+    def queries(**fields):
+        mixer = GMAModel(GMAConfig(**sizes, **fields)).layers[0].mixer
+        return mixer.q_proj.bias.view(4, 16), mixer.k_proj.bias
+
+    query, key = queries()
+    routing_std = 0.02 * 64**0.5
+    assert 0.7 < query.std() / (QUERY_BIAS * routing_std) < 1.3 and query.mean(1).unique().numel() == 4
+    assert not key.any()
+    assert not queries(forget_gate=True)[0].any() and not queries(is_causal=False)[0].any()
+    local, mixed = queries(layer_types=["hybrid_sliding"])[0].split(2)
+    assert not local.any() and mixed.all()
+    GMAModel(GMAConfig(**sizes, attention_bias=False))
