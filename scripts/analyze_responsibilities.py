@@ -45,6 +45,7 @@ from training import versions
 from transformers import AutoModel
 from transformers.utils import logging
 
+from hub_upload.export import without_paths
 from modeling_gma import GMAModel
 from modeling_gma.attention import GMAForgetGate
 from modeling_gma.categories import token_texts
@@ -391,7 +392,7 @@ def write_results(analysis: Analysis, folder: Path) -> str:
         "seconds": analysis.seconds,
         "peak_memory_bytes": peak_memory(analysis.model.device),
         "num_components": analysis.components,
-        "arguments": asdict(arguments) | {"output_dir": folder.name},
+        "arguments": without_paths(asdict(arguments)),
         "versions": versions(),
     }
     write_json(folder / "statistics.json", results)
