@@ -28,7 +28,7 @@ from accelerate.utils import set_seed
 from checkpoints import unwrap
 from data.wikitext import Blocks, load_text, load_tokenizer, tokenize, train_tokenizer
 from torch.utils.data import DataLoader, Subset
-from training import ModelArguments, Task, start
+from training import DecoderArguments, Task, start
 
 from baselines import build_twin
 from modeling_gma import GMAConfig, GMAForCausalLM
@@ -37,7 +37,7 @@ from modeling_gma.mixture import MEAN_SCALE, SCORE_SPREAD, GaussianMixture
 
 
 @dataclass
-class Arguments(ModelArguments):
+class Arguments(DecoderArguments):
     dataset_name: str = field(
         default="Salesforce/wikitext", metadata={"help": "Hub dataset, or a local folder with train.*, validation.*."}
     )
@@ -56,18 +56,6 @@ class Arguments(ModelArguments):
         default=None, metadata={"help": "Processes that tokenise; by default one for each core."}
     )
     block_size: int = field(default=1024, metadata={"help": "Tokens in a sequence."})
-    position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
-    forget_gate: bool = field(
-        default=False, metadata={"help": "Let the memory of gma, linear or performer fade (not in the paper)."}
-    )
-    layer_types: str | None = field(
-        default=None,
-        metadata={"help": "linear_attention, hybrid_sliding or sliding_attention: one for all layers, or by commas."},
-    )
-    num_local_heads: int | None = field(
-        default=None, metadata={"help": "Local heads in a hybrid_sliding layer; by default half of the heads."}
-    )
-    sliding_window: int | None = field(default=None, metadata={"help": "Tokens that a local head sees."})
     score_spread: float = field(
         default=SCORE_SPREAD, metadata={"help": "Spread of the components' scores at the start."}
     )
@@ -83,10 +71,6 @@ class Arguments(ModelArguments):
         super().__post_init__()
         if self.block_size < 2:
             raise ValueError(f"--block_size must be at least 2, got {self.block_size}.")
-        if self.forget_gate and self.mixer not in ("gma", "linear", "performer"):
-            raise ValueError(f'--forget_gate goes with --mixer gma, linear or performer, got "{self.mixer}".')
-        if self.layer_types and self.mixer != "gma":
-            raise ValueError(f'--layer_types goes with --mixer gma, got "{self.mixer}".')
         if self.train_tokenizer and self.train_tokenizer < 257:
             raise ValueError(
                 f"--train_tokenizer must be at least 257 (bytes, end of text), got {self.train_tokenizer}."
@@ -100,19 +84,7 @@ class Arguments(ModelArguments):
             self.dataset_config_name = "wikitext-103-raw-v1"
 
     def config(self, **fields) -> GMAConfig:
-        kinds = self.layer_types.split(",") if self.layer_types else None
-        if kinds and len(kinds) == 1:
-            kinds *= self.num_hidden_layers
-        if self.sliding_window is not None:
-            fields["sliding_window"] = self.sliding_window
-        return super().config(
-            max_position_embeddings=self.block_size,
-            position_embedding_type=self.position_embedding_type,
-            forget_gate=self.forget_gate,
-            layer_types=kinds,
-            num_local_heads=self.num_local_heads,
-            **fields,
-        )
+        return super().config(max_position_embeddings=self.block_size, **fields)
 
 
 class LanguageModelling(Task):

@@ -212,6 +212,45 @@ class ModelArguments(LoopArguments):
         )
 
 
+@dataclass
+class DecoderArguments(ModelArguments):
+    """What causal models have besides, in any task."""
+
+    position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
+    forget_gate: bool = field(
+        default=False, metadata={"help": "Let the memory of gma, linear or performer fade (not in the paper)."}
+    )
+    layer_types: str | None = field(
+        default=None,
+        metadata={"help": "linear_attention, hybrid_sliding or sliding_attention: one for all layers, or by commas."},
+    )
+    num_local_heads: int | None = field(
+        default=None, metadata={"help": "Local heads in a hybrid_sliding layer; by default half of the heads."}
+    )
+    sliding_window: int | None = field(default=None, metadata={"help": "Tokens that a local head sees."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.forget_gate and self.mixer not in ("gma", "linear", "performer"):
+            raise ValueError(f'--forget_gate goes with --mixer gma, linear or performer, got "{self.mixer}".')
+        if self.layer_types and self.mixer != "gma":
+            raise ValueError(f'--layer_types goes with --mixer gma, got "{self.mixer}".')
+
+    def config(self, **fields) -> GMAConfig:
+        kinds = self.layer_types.split(",") if self.layer_types else None
+        if kinds and len(kinds) == 1:
+            kinds *= self.num_hidden_layers
+        if self.sliding_window is not None:
+            fields["sliding_window"] = self.sliding_window
+        return super().config(
+            position_embedding_type=self.position_embedding_type,
+            forget_gate=self.forget_gate,
+            layer_types=kinds,
+            num_local_heads=self.num_local_heads,
+            **fields,
+        )
+
+
 class Task:
     """What is trained. A script says here what is its own; `train` does the rest."""
 
