@@ -143,7 +143,13 @@ def measured(results: dict) -> list[tuple[str, str, float]]:
     for split, name in (("validation", "best_validation_accuracy"), ("test", "test_accuracy")):
         if results.get(name) is not None:
             splits[split] = {"accuracy": results[name]}
-    return [(split, name, value) for split, figures in splits.items() for name, value in sorted(figures.items())]
+    return [
+        (split, name, value)
+        for split, figures in splits.items()
+        for name, value in sorted(figures.items())
+        # What is broken down further is in results.json.
+        if isinstance(value, (int, float))
+    ]
 
 
 def introduction(words: str, model: PreTrainedModel, data: dict | None) -> str:
