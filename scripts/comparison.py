@@ -15,7 +15,7 @@ from pathlib import Path
 
 from arguments import parse
 from files import write_json
-from matplotlib import pyplot
+from responsibility_figures import COLOURS
 from training import portable, refuse_other_arguments
 
 from hub_upload.export import without_paths
@@ -188,14 +188,13 @@ def mean_and_spread(values: list[float]) -> str:
 
 def plot_curves(panel, runs: list[dict], x: str, scale: float, y: str) -> None:
     """One line a seed, of the points in each run's "curve"; one colour and marker a system."""
-    colours = pyplot.get_cmap("tab10").colors
     for number, (system, of_system) in enumerate(grouped(runs).items()):
         for run in of_system:
             panel.plot(
                 [point[x] / scale for point in run["curve"]],
                 [point[y] for point in run["curve"]],
                 marker=MARKERS[number % len(MARKERS)],
-                color=colours[number % len(colours)],
+                color=COLOURS[number % len(COLOURS)],
                 markersize=4,
                 linewidth=1,
                 label=label(system) if run is of_system[0] else None,
