@@ -3,10 +3,16 @@
     python scripts/evaluate_perplexity.py --model_name_or_path small --text_file wiki.test.tokens
     python scripts/evaluate_perplexity.py --model_name_or_path small --dataset_name Salesforce/wikitext --split test
     python scripts/evaluate_perplexity.py --model_name_or_path small --text_file t.txt --window 1024 --stride 256
+    python scripts/evaluate_perplexity.py --model_name_or_path small --text_file t.txt --window 8192 --piece 512 \\
+        --by_position 16 --figure_file by_position.png
 
 By default the text is one stream, cut into windows: every token is predicted once, from what its window has before it
 (--stride: from at least `window - stride` tokens). With --per_text each text counts by itself, after a start token and
 up to --window tokens, and the mean of their perplexities is taken: what the "perplexity" metric of `evaluate` does.
+
+With --by_position the perplexity of tokens is told for each range of places in their window as well, documents of the
+stream joined as they come: whether a model goes on well past the length it was trained at. --piece feeds a window in
+pieces through the model's cache, so that long ones fit.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import json
 import math
 import os
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -24,7 +31,8 @@ import torch
 import torch.nn.functional as F
 from arguments import parse
 from data.wikitext import Blocks, load_text, load_tokenizer, tokenize
-from files import write_json
+from files import write_figure, write_json
+from matplotlib import pyplot
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -48,6 +56,17 @@ class Arguments:
     per_text: bool = field(
         default=False, metadata={"help": "Every row (or line of a text file) by itself, as `evaluate` does."}
     )
+    by_position: str | None = field(
+        default=None,
+        metadata={
+            "help": 'Perplexity by place in the window: in so many equal ranges, or "doubling" ones (1, 2, 4, ..).'
+        },
+    )
+    figure_file: str | None = field(default=None, metadata={"help": "PNG file for --by_position."})
+    piece: int | None = field(
+        default=None,
+        metadata={"help": "Tokens of a window at a time, through the model's cache; by default all at once."},
+    )
     max_tokens: int | None = field(
         default=None,
         metadata={"help": "Stop after so many tokens of a stream; then without figures by byte and word."},
@@ -60,11 +79,21 @@ class Arguments:
     def __post_init__(self):
         if self.window is not None and self.window < 2:
             raise ValueError(f"--window must be at least 2, got {self.window}.")
-        for name in ("stride", "max_tokens"):
+        for name in ("stride", "max_tokens", "piece"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
         if self.per_text and self.stride is not None:
             raise ValueError("--stride has no meaning with --per_text.")
+        if self.by_position is not None:
+            if self.by_position != "doubling" and not (self.by_position.isdecimal() and int(self.by_position) > 0):
+                raise ValueError(f"--by_position must be a number of ranges or doubling, got {self.by_position!r}.")
+            for name in ("per_text", "stride"):
+                if getattr(self, name):
+                    raise ValueError(f"--{name} has no meaning with --by_position.")
+        elif self.figure_file is not None:
+            raise ValueError("--figure_file goes with --by_position.")
+        if self.per_text and self.piece is not None:
+            raise ValueError("--piece has no meaning with --per_text.")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}.")
         if self.per_device_eval_batch_size < 1:
@@ -78,16 +107,42 @@ class Arguments:
 @torch.no_grad()
 def token_losses(model, inputs: torch.Tensor, labels: torch.Tensor, attention_mask=None) -> torch.Tensor:
     """Losses of labels (B, N), the tokens after inputs; zero where they are -100."""
-    logits = model(input_ids=inputs, attention_mask=attention_mask, use_cache=False).logits
+    return _losses(model(input_ids=inputs, attention_mask=attention_mask, use_cache=False).logits, labels)
+
+
+@torch.no_grad()
+def token_losses_in_pieces(model, inputs: torch.Tensor, labels: torch.Tensor, piece: int) -> torch.Tensor:
+    """The same, so many tokens at a time: no more logits are there at once, and the rest is in the cache."""
+    losses, cache = [], None
+    for some, of_some in zip(inputs.split(piece, dim=1), labels.split(piece, dim=1)):
+        output = model(input_ids=some, past_key_values=cache, use_cache=True)
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise SystemExit(f"--piece {piece}: {type(model).__name__} returns no `past_key_values` to go on from.")
+        losses.append(_losses(output.logits, of_some))
+    return torch.cat(losses, dim=1)
+
+
+def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels).double()
 
 
-def stream_losses(model, tokens: Blocks, window: int, stride: int, batch_size: int) -> tuple[float, int]:
+def stream_losses(
+    model, tokens: Blocks, window: int, stride: int, batch_size: int, piece: int | None = None
+) -> tuple[float, int]:
     """Sum of the losses of all tokens of a stream, each counted once, and their number."""
+    losses, counts = position_losses(model, tokens, window, stride, batch_size, piece)
+    return losses.sum().item(), int(counts.sum())
+
+
+def position_losses(
+    model, tokens: Blocks, window: int, stride: int, batch_size: int, piece: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same at each place of a window, (window,) and (window,)."""
     starts = [0]
     while starts[-1] + window < tokens.num_targets:
         starts.append(starts[-1] + stride)
-    total, count = 0.0, 0
+    sums, counts = torch.zeros(window, dtype=torch.float64), torch.zeros(window, dtype=torch.long)
     for first in tqdm(range(0, len(starts), batch_size), desc="evaluating", unit="batch"):
         inputs, labels = [], []
         for start in starts[first : first + batch_size]:
@@ -100,9 +155,48 @@ def stream_losses(model, tokens: Blocks, window: int, stride: int, batch_size: i
             inputs.append(F.pad(ids[:-1], padding, value=tokens.end_of_text))
             labels.append(F.pad(target, padding, value=-100))
         inputs, labels = torch.stack(inputs).to(model.device), torch.stack(labels).to(model.device)
-        total += token_losses(model, inputs, labels).sum().item()
-        count += int((labels != -100).sum())
-    return total, count
+        if piece is None or piece >= window:
+            losses = token_losses(model, inputs, labels)
+        else:
+            losses = token_losses_in_pieces(model, inputs, labels, piece)
+        sums += losses.sum(0).cpu()
+        counts += (labels != -100).sum(0).cpu()
+    return sums, counts
+
+
+def position_ranges(window: int, kind: str) -> list[tuple[int, int]]:
+    """Places of a window, from 0, in ranges from the first to before the second: so many, or each twice the last."""
+    if kind == "doubling":
+        bounds = [0, *(2**power for power in range((window - 1).bit_length())), window]
+    else:
+        bounds = [number * window // int(kind) for number in range(int(kind) + 1)]
+    return list(pairwise(bounds))
+
+
+def by_position(sums: torch.Tensor, counts: torch.Tensor, kind: str) -> list[dict]:
+    """Perplexity of each range of places, from `sums` of losses and `counts` of tokens (window,)."""
+    found = []
+    for start, stop in position_ranges(len(sums), kind):
+        count = int(counts[start:stop].sum())
+        # A stream can be shorter than a window.
+        if count:
+            loss = sums[start:stop].sum().item() / count
+            found.append({"from": start, "to": stop - 1, "tokens": count, "loss": loss, "perplexity": _exp(loss)})
+    return found
+
+
+def plot_positions(found: list[dict], trained: int | None, path: Path) -> None:
+    """Perplexity against place, a step a range; `trained` is where the model's own positions end."""
+    pyplot.switch_backend("Agg")
+    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    edges = [of["from"] for of in found] + [found[-1]["to"] + 1]
+    axis.stairs([of["perplexity"] for of in found], edges, baseline=None, color="#332288", linewidth=2)
+    if trained is not None and trained < edges[-1]:
+        axis.axvline(trained, color="0.4", linestyle=":", label=f"max_position_embeddings, {trained:,}")
+        axis.legend()
+    axis.set(xlabel="tokens before it in the window", ylabel="perplexity", title="Perplexity by position")
+    axis.grid(alpha=0.3)
+    write_figure(path, figure)
 
 
 def text_perplexities(model, tokenizer, texts: list[str], window: int, batch_size: int) -> list[float]:
@@ -152,6 +246,8 @@ def main() -> None:
     window = arguments.window or getattr(model.config, "max_position_embeddings", None) or 1024
     if limit is not None and window > limit:
         raise SystemExit(f"--window {window} is more than the model's {limit} positions.")
+    if arguments.by_position and arguments.by_position != "doubling" and int(arguments.by_position) > window:
+        raise SystemExit(f"--by_position {arguments.by_position} is more than the {window} places of a window.")
     if arguments.stride is not None and arguments.stride > window:
         raise SystemExit(f"--stride {arguments.stride} is more than the window of {window}: tokens would be left out.")
     results = {"model": arguments.model_name_or_path, "text": arguments.text_file or arguments.dataset_name}
@@ -167,18 +263,25 @@ def main() -> None:
         total_targets = tokens.num_targets
         if arguments.max_tokens is not None:
             tokens.num_targets = min(tokens.num_targets, arguments.max_tokens)
-        stride = arguments.stride or window
-        total, count = stream_losses(model, tokens, window, stride, arguments.per_device_eval_batch_size)
+        stride, batch_size = arguments.stride or window, arguments.per_device_eval_batch_size
+        sums, counts = position_losses(model, tokens, window, stride, batch_size, arguments.piece)
+        total, count = sums.sum().item(), int(counts.sum())
         results |= {"stride": stride, "tokens": count, "loss": total / count, "perplexity": _exp(total / count)}
         if tokens.num_targets == total_targets:
             size = sum(len(text.encode()) for text in rows["text"] if text)
             words = sum(len(text.split()) for text in rows["text"] if text)
             results |= {"bits_per_byte": total / math.log(2) / size, "word_perplexity": _exp(total / max(words, 1))}
+        if arguments.by_position:
+            results["by_position"] = by_position(sums, counts, arguments.by_position)
     print(json.dumps(results, indent=1))
     if arguments.output_file:
         path = Path(arguments.output_file).expanduser().resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, results)
+    if arguments.figure_file:
+        path = Path(arguments.figure_file).expanduser().resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plot_positions(results["by_position"], getattr(model.config, "max_position_embeddings", None), path)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from compare_language_models import at_speed, table
 from comparison import label, system_flags
 from data.wikitext import Blocks, train_tokenizer
 from datasets import Dataset
-from evaluate_perplexity import stream_losses, text_perplexities
+from evaluate_perplexity import Arguments as EvaluationArguments
+from evaluate_perplexity import by_position, position_losses, position_ranges, stream_losses, text_perplexities
 from train_wikitext import Arguments
 
+from baselines import build_twin
 from modeling_gma import GMAConfig, GMAForCausalLM
 
 
@@ -53,6 +55,47 @@ def test_windows(model, window, stride, batch_size):
     assert total == pytest.approx(sum(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("mixer", ["gma", "hybrid", "sdpa_rope", "mamba"])
+@pytest.mark.parametrize("piece", [None, 5, 16])
+def test_positions(mixer, piece):
+    """Each place of a window by itself, whole or in pieces, against tokens predicted one at a time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_components": 4}
+    fields = {"position_embedding_type": "none", "forget_gate": mixer == "gma"}
+    if mixer == "hybrid":
+        mixer, fields = "gma", fields | {"layer_types": ["hybrid_sliding"] * 2, "sliding_window": 4}
+    twin = build_twin(GMAConfig(vocab_size=50, **sizes, **fields, initializer_range=0.5), mixer).eval()
+    stream = [0, *torch.randint(1, 50, (45,)).tolist()]
+    blocks = Blocks(Dataset.from_dict({"input_ids": [stream]}), 16, 0)
+    sums, counts = position_losses(twin, blocks, 16, 16, batch_size=2, piece=piece)
+    losses = torch.tensor(brute_force(twin, stream, 16, 16), dtype=torch.float64)
+    assert counts.tolist() == [3] * 13 + [2] * 3
+    expected = torch.stack([losses[place::16].sum() for place in range(16)])
+    torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-5)
+    for of in by_position(sums, counts, "doubling"):
+        here = [loss for place, loss in enumerate(losses.tolist()) if of["from"] <= place % 16 <= of["to"]]
+        assert of["tokens"] == len(here)
+        assert of["perplexity"] == pytest.approx(math.exp(sum(here) / len(here)), rel=1e-4)
+
+
+def test_ranges_of_positions():
+    assert position_ranges(8, "doubling") == [(0, 1), (1, 2), (2, 4), (4, 8)]
+    assert position_ranges(9, "doubling")[-2:] == [(4, 8), (8, 9)]
+    assert position_ranges(10, "4") == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    for kind in ("doubling", "1", "7", "100"):
+        covered = [place for start, stop in position_ranges(100, kind) for place in range(start, stop)]
+        assert covered == list(range(100))
+
+
+def test_pieces_hold_few_logits(largest_tensor):
+    """Whole, 96 places have 96 x 1000 logits; in pieces of 8 no tensor is as large as a third of that."""
+    twin = build_twin(GMAConfig(vocab_size=1000, hidden_size=16, num_hidden_layers=1, num_attention_heads=2), "gma")
+    blocks = Blocks(Dataset.from_dict({"input_ids": [[0, *range(96)]]}), 96, 0)
+    with largest_tensor:
+        position_losses(twin.eval(), blocks, 96, 96, batch_size=1, piece=8)
+    assert largest_tensor.numel < 96 * 1000 / 3
+
+
 def test_texts_by_themselves(model):
     texts = ["one two three", "four", "five six seven eight nine ten"]
     tokenizer = train_tokenizer(texts, 270)
@@ -87,8 +130,34 @@ def test_the_script(model, tmp_path):
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["perplexity"] == pytest.approx(math.exp(results["loss"]))
     assert results["bits_per_byte"] == pytest.approx(results["loss"] * results["tokens"] / math.log(2) / (14 * 20))
+    more = ["--piece", "5", "--by_position", "4", "--figure_file", str(tmp_path / "positions.png")]
+    result = subprocess.run([*command, *more], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    again = json.loads((tmp_path / "out.json").read_text())
+    assert again["perplexity"] == pytest.approx(results["perplexity"], rel=1e-5)
+    ranges = again["by_position"]
+    assert [(of["from"], of["to"]) for of in ranges] == [(0, 3), (4, 7), (8, 11), (12, 15)]
+    assert sum(of["tokens"] for of in ranges) == results["tokens"]
+    assert sum(of["loss"] * of["tokens"] for of in ranges) == pytest.approx(results["loss"] * results["tokens"])
+    assert (tmp_path / "positions.png").stat().st_size > 1000
     refused = subprocess.run([*command, "--window", "5000"], capture_output=True, text=True)
     assert refused.returncode and "--window 5000 is more than the model's 1024 positions" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ({"by_position": "halves"}, "--by_position must be a number of ranges or doubling, got 'halves'"),
+        ({"by_position": "0"}, "--by_position must be a number"),
+        ({"by_position": "4", "stride": 2}, "--stride has no meaning with --by_position"),
+        ({"by_position": "4", "per_text": True}, "--per_text has no meaning with --by_position"),
+        ({"figure_file": "x.png"}, "--figure_file goes with --by_position"),
+        ({"piece": 0}, "--piece must be at least 1, got 0"),
+    ],
+)
+def test_bad_flags_of_positions(flags, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        EvaluationArguments(model_name_or_path="x", **flags)
 
 
 def test_systems():
