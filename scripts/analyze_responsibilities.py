@@ -141,7 +141,11 @@ class Analysis:
             for _ in range(config.num_hidden_layers)
         ]
         self.token_counts = torch.zeros(len(self.shown), self.components * len(text.tokenizer), dtype=torch.int32)
-        self.sample, self.sample_labels = [], []
+        # Whole from the start: what is kept of a batch would break up the memory that the next one takes again.
+        most = min(SAMPLE, text.count * text.length)
+        self.sample = torch.zeros(len(self.shown), most, self.components)
+        self.sample_labels = torch.zeros(most, dtype=torch.long)
+        self.sampled = 0
         self.passage = None
         # Sums over tokens of log-decays, (layers, heads), where memory fades.
         self.log_decays = torch.zeros(config.num_hidden_layers, self.heads, dtype=torch.float64)
@@ -186,8 +190,10 @@ class Analysis:
                     self._count_tokens(assignments[list(self.shown.values())].cpu(), ids.flatten()[kept])
                     vectors = tokens_of_heads(responsibilities)[list(self.shown.values())]
                     sampled = sampled[kept[sampled]]
-                    self.sample.append(vectors[:, sampled.to(vectors.device)].cpu())
-                    self.sample_labels.append(labels.flatten()[sampled])
+                    place = slice(self.sampled, self.sampled + len(sampled))
+                    self.sample[:, place] = vectors[:, sampled.to(vectors.device)].cpu()
+                    self.sample_labels[place] = labels.flatten()[sampled]
+                    self.sampled += len(sampled)
 
     def _count_tokens(self, assignments: torch.Tensor, ids: torch.Tensor) -> None:
         pairs = assignments * len(self.text.tokenizer) + ids
@@ -256,7 +262,7 @@ class Analysis:
         statistics, others = self.statistics[self.layer][arguments.side], self.statistics[self.layer][other]
         usage, counts = statistics.usage[group], statistics.table[group]
         number = list(self.shown).index(name)
-        vectors = torch.cat(self.sample, dim=1)[number].double()
+        vectors = self.sample[number, : self.sampled].double()
         axes, shares = principal_axes(statistics.moments_usage[group], statistics.moments[group], count=2)
         # One component has one axis, along which nothing lies.
         axes = torch.nn.functional.pad(axes, (0, 0, 0, 2 - len(axes)))
@@ -275,7 +281,7 @@ class Analysis:
             permuted=permutation_baseline(counts, arguments.permutations, arguments.seed),
             points=_numpy((vectors - usage.cpu()) @ axes.cpu().T),
             shares=[*shares.tolist(), 0.0][:2],
-            point_labels=_numpy(torch.cat(self.sample_labels)),
+            point_labels=_numpy(self.sample_labels[: self.sampled]),
             point_components=_numpy(vectors.argmax(-1)),
             frequent_tokens=self._frequent_tokens(number),
             passage=passage.mean(0) if name == "average" else passage[group],
