@@ -14,6 +14,12 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder for data that the tests of a file share."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
 def run_in_two_processes():
     """Run a script in two processes on CPU: by Accelerate's launcher, or by PyTorch's."""

@@ -29,11 +29,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
-
-
 def arguments(output, cache, **changed):
     return Arguments(output_dir=str(output), cache_dir=cache, **(SMALL | changed))
 
