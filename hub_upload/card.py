@@ -178,7 +178,7 @@ def usage(folder: Path, kind: str, hub_model_id: str) -> str:
         ]
     text = "\n".join(lines)
     note = "`trust_remote_code=True` runs the modules of this repository: read them, and pin a `revision`. With the "
-    note += "package installed, `import modeling_gma` takes their place and nothing has to be trusted."
+    note += "package `modeling-gma` installed, `import modeling_gma` takes their place and nothing has to be trusted."
     if not has_tokenizer:
         note += f" No tokenizer came with it: its inputs are ids below {config['vocab_size']}"
         note += f", and {config['pad_token_id']} is padding." if config.get("pad_token_id") is not None else "."
@@ -189,12 +189,15 @@ def result_table(metrics: list, results: dict, components: int) -> str:
     if not metrics:
         return "Nothing was measured: no results.json came with the checkpoint."
     lines = ["| split | metric | this model | the paper | of |", "| --- | --- | ---: | --- | --- |"]
+    beside = False
     for split, name, value in metrics:
         data = dataset(results, split) or {"type": None, "name": "data that nothing names", "config": None}
         keys = [(of, split, name, components) for of in (data["config"], data["type"])]
         paper = next((PAPER[key] for key in keys if key in PAPER), None)
+        beside = beside or paper is not None
         lines.append(f"| {split} | {name} | {value:.4g} | {paper or 'not measured there'} | {data['name']} |")
-    return "\n".join([*lines, "", "From [results.json](results.json); the paper's from its tables 2 and 3."])
+    source = "From [results.json](results.json)" + ("; the paper's from its tables 2 and 3." if beside else ".")
+    return "\n".join([*lines, "", source])
 
 
 def routing(results: dict, statistics: dict, figures: list[Path]) -> str:
@@ -203,7 +206,14 @@ def routing(results: dict, statistics: dict, figures: list[Path]) -> str:
         parts += [_table(results["mixture"]), "At the best step, from [results.json](results.json)."]
     for name, shown in list(statistics.get("shown", {}).items())[:1]:
         numbers = {figure: value for figure, value in shown.items() if isinstance(value, (int, float))}
-        parts += [f"Of {statistics['tokens']:,} tokens, {statistics['side']} responsibilities, heads: {name}."]
+        read = statistics.get("arguments", {})
+        of = read.get("text_file") or read.get("dataset_name")
+        parts += [
+            f"Of {statistics['tokens']:,} tokens{f' of {of}' if of else ''}, layer {statistics['layer']}, "
+            f"{statistics['side']} responsibilities, heads: {name}."
+        ]
+        for metric, shuffled in shown.get("permuted", {}).items():
+            numbers[f"{metric}, with categories shuffled"] = shuffled["mean"]
         parts += [_table(numbers), f"From [{ANALYSIS}/statistics.json]({ANALYSIS}/statistics.json)."]
     parts += [f"![{path.stem.replace('_', ' ')}]({ANALYSIS}/{path.name})" for path in figures]
     return "\n\n".join(parts) or (

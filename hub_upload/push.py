@@ -42,6 +42,7 @@ def push(
     folder = Path(folder).expanduser().resolve()
     files = refuse_unchecked(folder, force)
     refuse_name(hub_model_id)
+    refuse_other_name(folder, hub_model_id, force)
     refuse_without_token()
     api = HfApi()
     try:
@@ -80,6 +81,17 @@ def refuse_unchecked(folder: Path, force: bool) -> dict[str, str]:
         f"OUT {folder} has changed since it was checked ({', '.join(names[:3])}): "
         f"`python -m hub_upload.check {os.path.relpath(folder)}` again, or --force."
     )
+
+
+def refuse_other_name(folder: Path, hub_model_id: str, force: bool) -> None:
+    """A card whose code loads another repository is of no use to who reads it."""
+    card = (folder / "README.md").read_text(encoding="utf-8") if (folder / "README.md").is_file() else ""
+    others = set(re.findall(r'from_pretrained\("([^"]+)"', card)) - {hub_model_id}
+    if others and not force:
+        raise SystemExit(
+            f"The card's code loads {others.pop()!r}, not {hub_model_id!r}: export with --hub_model_id {hub_model_id} "
+            f"--overwrite, or edit README.md, and check again; or --force."
+        )
 
 
 def refuse_name(hub_model_id: str) -> None:
@@ -222,6 +234,7 @@ def main() -> None:
         folder = Path(arguments["folder"]).expanduser().resolve()
         refuse_name(arguments["hub_model_id"])
         files = refuse_unchecked(folder, arguments["force"])
+        refuse_other_name(folder, arguments["hub_model_id"], arguments["force"])
         sizes = {name: (folder / name).stat().st_size for name in files}
         for name, size in sizes.items():
             print(f"{size:>15,}  {name}")

@@ -131,7 +131,7 @@ def composition(routing: Routing):
     axis.set_xticks(range(len(columns)), [routing.names[c] for c in columns], rotation=40, ha="right", fontsize=8)
     axis.set_ylabel("component (its share of all tokens)")
     figure.colorbar(image, label="share of the component's tokens")
-    _titled(axis, "What the tokens of the most used components are", routing)
+    _titled(axis, "What the tokens of the components with the most tokens are", routing)
     return figure
 
 

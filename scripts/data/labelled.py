@@ -50,7 +50,9 @@ class LabelledText:
             self.labels = Blocks(labels, length, names.index(END))
         size = int(self.ids.starts[-1])
         if size < length:
-            raise SystemExit(f"The text has {size} tokens, fewer than --length {length}.")
+            raise SystemExit(
+                f"The text has {size} tokens, and a sequence {length}: give more text, or --length {size} or less."
+            )
         self.count = min(sequences, size // length)
         self.left_out = []
         if leave_out:
@@ -69,13 +71,7 @@ class LabelledText:
             labels = numbered(self._by_function(ids), self.names)[0]
         else:
             labels = self.label[ids]
-        counts = np.ones(self.length, dtype=bool)
-        for run in self.left_out:
-            if len(run) <= self.length:
-                windows = np.lib.stride_tricks.sliding_window_view(ids, len(run))
-                for start in np.flatnonzero((windows == run).all(1)):
-                    counts[start : start + len(run)] = False
-        return torch.from_numpy(ids), labels, torch.from_numpy(counts)
+        return torch.from_numpy(ids), labels, torch.from_numpy(self._counts(number))
 
     def batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         for first in range(0, self.count, size):
@@ -87,6 +83,20 @@ class LabelledText:
 
     def _ids(self, number: int) -> np.ndarray:
         return self.ids._read(*self._span(number)).astype(np.int64)
+
+    def _counts(self, number: int) -> np.ndarray:
+        """Whether each token of a sequence counts. What is left out may begin before it or end after it."""
+        start, stop = self._span(number)
+        reach = max((len(run) for run in self.left_out), default=1) - 1
+        first, last = max(start - reach, 0), min(stop + reach, int(self.ids.starts[-1]))
+        ids = self.ids._read(first, last).astype(np.int64)
+        counts = np.ones(last - first, dtype=bool)
+        for run in self.left_out:
+            if len(run) <= len(ids):
+                windows = np.lib.stride_tricks.sliding_window_view(ids, len(run))
+                for place in np.flatnonzero((windows == run).all(1)):
+                    counts[place : place + len(run)] = False
+        return counts[start - first : stop - first]
 
     def _by_function(self, ids: np.ndarray) -> list[str]:
         texts = [self.tokenizer.decode([number]) for number in ids.tolist()]

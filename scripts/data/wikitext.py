@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
@@ -103,7 +104,12 @@ def _lines(names: list[str], cache_dir: str | None) -> Dataset:
     """The lines of text files, and which are the first of theirs."""
     files = []
     for name in names:
-        rows = load_dataset("text", data_files=name, split="train", cache_dir=cache_dir, keep_linebreaks=True)
+        if not Path(name).stat().st_size:
+            continue
+        try:
+            rows = load_dataset("text", data_files=name, split="train", cache_dir=cache_dir, keep_linebreaks=True)
+        except DatasetGenerationError as error:
+            raise SystemExit(f"{name} cannot be read as text in UTF-8: {error.__cause__ or error}") from error
         if len(rows):
             files.append(rows.add_column("starts", np.arange(len(rows)) == 0))
     if not files:

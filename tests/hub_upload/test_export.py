@@ -161,7 +161,9 @@ TRAINED = {
 def card_of(checkpoint, results: dict, out) -> ModelCard:
     checkpoint = shutil.copytree(checkpoint, out.with_name("checkpoint"))
     (checkpoint / "results.json").write_text(json.dumps(results))
-    statistics = {"tokens": 640, "side": "query", "shown": {"average": {"weighted_purity": 0.4831, "permuted": {}}}}
+    shuffled = {"weighted_purity": {"mean": 0.2917, "std": 0.001}}
+    statistics = {"tokens": 640, "side": "query", "layer": 3, "arguments": {"text_file": "some.txt"}}
+    statistics["shown"] = {"average": {"weighted_purity": 0.4831, "permuted": shuffled}}
     (checkpoint / "responsibilities").mkdir()
     (checkpoint / "responsibilities" / "statistics.json").write_text(json.dumps(statistics))
     (checkpoint / "responsibilities" / "usage.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -180,7 +182,15 @@ def test_card_says_what_was_measured(checkpoints, tmp_path):
     assert {x.dataset_config for x in data.eval_results} == {"wikitext-103-raw-v1"}
     text = card.text
     assert 'AutoModelForCausalLM.from_pretrained("somebody/gma-small", trust_remote_code=True)' in text
-    for shown in ("| validation | perplexity | 42.52 |", "491,520", "0.9071", "0.4831", "responsibilities/usage.png"):
+    for shown in (
+        "| validation | perplexity | 42.52 |",
+        "491,520",
+        "0.9071",
+        "0.4831",
+        "responsibilities/usage.png",
+        "0.2917",
+        "640 tokens of some.txt, layer 3",
+    ):
         assert shown in text, shown
     assert "| seed | 3 |" in text and "2.13.0" in text and "bibtex" in text
 

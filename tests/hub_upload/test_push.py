@@ -34,6 +34,8 @@ save_file({"tokens": tokens, "logits": model(tokens).logits}, out)
 def folder(copy):
     """A folder that was checked, as its record says."""
     folder = copy("causal")
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("OWNER/NAME", NAME))
     write_record(folder, read_record(folder) | {"checked": digests(folder)})
     return folder
 
@@ -250,3 +252,13 @@ def test_help_teaches(command, monkeypatch, capsys):
         importlib.import_module(f"hub_upload.{command}").main()
     said = capsys.readouterr().out
     assert f"    python -m hub_upload.{command} small" in said and "OUT" in said
+
+
+def test_a_card_of_another_repository_is_refused(push, hub, folder):
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace(NAME, "OWNER/NAME"))
+    write_record(folder, read_record(folder) | {"checked": digests(folder)})
+    for flags in ([], ["--dry-run"]):
+        done = push(*flags)
+        assert done.returncode == 1 and f"loads 'OWNER/NAME', not '{NAME}'" in done.stderr
+    assert hub.requests == [] and push("--force").returncode == 0

@@ -200,3 +200,13 @@ def test_gpt2_files_alone_are_a_tokenizer(tmp_path, tokenizer):
     loaded = load_tokenizer(str(tmp_path))
     text = "Some words . More ."
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"] and loaded.eos_token_id == tokenizer.eos_token_id
+
+
+def test_files_that_hold_no_text_are_named(tmp_path):
+    empty, odd = tmp_path / "empty.txt", tmp_path / "odd.txt"
+    empty.touch()
+    odd.write_bytes(bytes(range(128, 256)) * 20)
+    for path, sentence in ((empty, "There is no text in"), (odd, "cannot be read as text in UTF-8")):
+        with pytest.raises(SystemExit, match=sentence) as refused:
+            load_text(files={"train": str(path)}, cache_dir=str(tmp_path / "cache"))
+        assert path.name in str(refused.value)
