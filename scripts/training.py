@@ -27,7 +27,7 @@ import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import DistributedType, broadcast
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, broadcast
 from arguments import parse
 from checkpoints import (
     cannot_write,
@@ -162,7 +162,10 @@ class LoopArguments:
     def make_accelerator(self) -> Accelerator:
         return Accelerator(
             mixed_precision=self.mixed_precision,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            # By count alone: there are as many batches as steps need, whatever loaders Accelerate knows of.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=self.gradient_accumulation_steps, sync_with_dataloader=False
+            ),
             log_with=None if self.report_to == "none" else self.report_to.split(","),
             project_dir=self.output_dir,
             # The others wait while one process downloads and tokenises.

@@ -301,7 +301,9 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_health_sees_a_collapse():
-    config = GMAConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_components=8)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_components": 8}
+    # Without biases no queries begin with a preference.
+    config = GMAConfig(vocab_size=50, **sizes, attention_bias=False)
     model = GMAForCausalLM(config).eval()
     tokens = torch.randint(0, 50, (2, 30))
     healthy = mixture_health(model, input_ids=tokens)

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import GradientState
 from checkpoints import checkpoint_steps, load_optimizer, prune, save_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 from train_wikitext import Arguments, LanguageModelling, mean_loss, prefix_error
 from training import Batches, Lock, Signals, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -373,6 +376,10 @@ def test_what_the_loop_adds_is_measured(corpus, tmp_path):
 
 
 def test_accumulated_batches_are_as_one(corpus, tmp_path):
+    # A loader that somebody left in the middle, at its last batch, as far as Accelerate knows.
+    left = iter(Accelerator().prepare(DataLoader([1])))
+    next(left)
+    assert GradientState().end_of_dataloader
     run(corpus, tmp_path / "one", max_steps=6)
     run(corpus, tmp_path / "four", max_steps=6, per_device_train_batch_size=1, gradient_accumulation_steps=4)
     one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
