@@ -7,6 +7,7 @@ moments (the mean of products of responsibilities), with any dimensions before t
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -21,6 +22,9 @@ ROUNDING = 1e-13
 
 # A head whose usage has a smaller entropy, over log K, has collapsed: of 128 components it uses about three.
 COLLAPSED = 0.25
+
+# Responsibilities of a head that statistics look at together on CPU, half a megabyte of float32.
+PIECE = 1 << 17
 
 
 def entropy(probabilities: torch.Tensor) -> torch.Tensor:
@@ -167,17 +171,36 @@ def permutation_baseline(
     return {name: (value.mean().item(), value.std().item()) for name, value in values.items()}
 
 
-def tokens_of_heads(
-    responsibilities: torch.Tensor, mask: torch.Tensor | None = None, average: bool = True
-) -> torch.Tensor:
-    """What `RunningStatistics` takes: (B, H, N, K) -> (H + 1, T, K), every head and last the average of the heads.
+def _sums_of_heads(piece: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Sums over the tokens of (H, T, K), of each head and last of their average, and that average (1, T, K)."""
+    average = piece.new_zeros(1, *piece.shape[1:])
+    # One head at a time on CPU, while it is in the cache: statistics are mostly reading.
+    parts = piece.split(1 if piece.device.type == "cpu" else max(len(piece), 1))
+    logs = piece.new_empty(max(len(parts[0]), 1), *piece.shape[1:])
+    sums = []
+    for heads in parts:
+        sums.append(_sums_of_tokens(heads, logs[: len(heads)]))
+        average += heads if len(heads) == 1 else heads.sum(0, keepdim=True)
+    average /= max(len(piece), 1)
+    sums.append(_sums_of_tokens(average, logs[:1]))
+    return {name: torch.cat([part[name] for part in sums]) for name in sums[0]}, average
 
-    `mask` (B, N) says which tokens count; `average=False` leaves the average out.
-    """
-    heads = responsibilities.transpose(0, 1).flatten(1, 2)
-    if mask is not None:
-        heads = heads.index_select(1, mask.flatten().nonzero().flatten().to(heads.device))
-    return torch.cat([heads, heads.mean(0, keepdim=True)]) if average else heads
+
+def _sums_of_tokens(responsibilities: torch.Tensor, logs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Hard assignments of (G, T, K), and sums over the tokens; `logs` is room for as many numbers."""
+    assignments = hard_assignments(responsibilities)
+    torch.clamp(responsibilities, min=torch.finfo(logs.dtype).tiny, out=logs)
+    if logs.device.type == "cpu":
+        # numpy's logarithm is several times as fast as torch's.
+        np.log(logs.numpy(), out=logs.numpy())
+    else:
+        logs.log_()
+    return {
+        "assignments": assignments,
+        "usage": responsibilities.sum(1),
+        "entropy": 0.0 - (logs.flatten(1).unsqueeze(1) @ responsibilities.flatten(1).unsqueeze(2)).flatten(),
+        "largest": responsibilities.gather(-1, assignments.unsqueeze(-1)).sum((-2, -1)),
+    }
 
 
 class RunningStatistics:
@@ -186,16 +209,16 @@ class RunningStatistics:
     ```python
     >>> statistics = RunningStatistics(num_categories=10, moments=1)
     >>> for gamma, categories in batches:  # (B, H, N, K), (B, N)
-    ...     statistics.update(tokens_of_heads(gamma), categories.flatten())
+    ...     statistics.update(gamma, categories)
     >>> statistics.summary()["usage_entropy"]  # (H + 1,): every head, and their average
     ```
 
     Args:
         num_categories: how many categories tokens have, if `update` is given them.
-        moments: keep what `effective_rank` and `principal_axes` need, of every so-manieth token of an update: 1 for
-            all, 0 for none. It is what takes most of the time, and some thousands of tokens give it well.
+        moments: keep what `effective_rank` and `principal_axes` need, of every so-manieth token: 1 for all, 0 for
+            none. It is what takes most of the time, and some thousands of tokens give it well.
 
-    Attributes: `count`, the number of tokens, and for each group, such as a head,
+    Attributes: `count`, the number of tokens, and for each of G = H + 1 groups, the heads and last their average,
         `usage` (G, K), the mean responsibilities;
         `assigned` (G, K), how many tokens each component is the largest of;
         `table` (G, K, C), the same for each category;
@@ -207,43 +230,68 @@ class RunningStatistics:
         self.num_categories, self.moments_every = num_categories, moments
         self.count = self.moments_count = 0
 
-    def update(self, responsibilities: torch.Tensor, categories: torch.Tensor | None = None) -> torch.Tensor:
-        """Take in responsibilities (G, T, K) of tokens and their categories (T,); returns hard assignments (G, T)."""
-        if responsibilities.dim() != 3:
+    def update(
+        self,
+        responsibilities: torch.Tensor,
+        categories: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take in responsibilities (B, H, N, K) of tokens and their categories (B, N); `mask` (B, N) says which count.
+
+        Returns hard assignments (H + 1, T) of the T tokens that do.
+        """
+        if responsibilities.dim() != 4:
             raise ValueError(
-                f"`responsibilities` must be (groups, tokens, components), got {tuple(responsibilities.shape)}."
+                f"`responsibilities` must be (batch, heads, tokens, components), got {tuple(responsibilities.shape)}."
             )
-        groups, tokens, components = responsibilities.shape
+        batch, heads, tokens, components = responsibilities.shape
         if (categories is None) != (self.num_categories is None):
             raise ValueError("`categories` and `num_categories` go together.")
-        if categories is not None and categories.shape != (tokens,):
-            raise ValueError(f"`categories` must be ({tokens},), one a token, got {tuple(categories.shape)}.")
-        assignments = hard_assignments(responsibilities)
-        sums = {
-            "usage": responsibilities.sum(1),
-            "entropy": entropy(responsibilities).sum(-1),
-            "largest": responsibilities.amax(-1).sum(-1),
-        }
+        for name, value in {"categories": categories, "mask": mask}.items():
+            if value is not None and value.shape != (batch, tokens):
+                raise ValueError(f"`{name}` must be {(batch, tokens)}, one a token, got {tuple(value.shape)}.")
+        if self.count and self.table.shape[:2] != (heads + 1, components):
+            raise ValueError(
+                f"`responsibilities` must go on with {self.table.shape[0] - 1} heads and {self.table.shape[1]} "
+                f"components, got {heads} and {components}."
+            )
+        responsibilities = responsibilities.detach()
+        mask = None if mask is None else mask.to(responsibilities.device, torch.bool)
+        pieces, some, seen = [], [], self.count
+        for row, start in itertools.product(range(batch), range(0, tokens, self._piece_length(responsibilities))):
+            place = slice(start, start + self._piece_length(responsibilities))
+            piece = responsibilities[row, :, place]
+            piece = piece if mask is None else piece[:, mask[row, place]]
+            sums, average = _sums_of_heads(piece)
+            pieces.append(sums)
+            if self.moments_every:
+                every = slice(-seen % self.moments_every, None, self.moments_every)
+                some.append(torch.cat([piece[:, every], average[:, every]]))
+            seen += piece.shape[1]
+        assignments = torch.cat([piece.pop("assignments") for piece in pieces], dim=-1)
+        sums = {name: torch.stack([piece[name] for piece in pieces]).double().sum(0) for name in pieces[0]}
         if self.moments_every:
-            some = responsibilities[:, :: self.moments_every].contiguous()
-            sums |= {"moments": some.mT @ some, "moments_usage": some.sum(1)}
+            some = torch.cat(some, dim=1)
+            sums |= {"moments": (some.mT @ some).double(), "moments_usage": some.sum(1).double()}
             self.moments_count += some.shape[1]
-        sums = {name: value.double() for name, value in sums.items()}
-        labels = assignments.new_zeros(tokens) if categories is None else categories.to(assignments.device)
+        labels = torch.zeros(batch, tokens, dtype=torch.long) if categories is None else categories
+        labels = labels.to(assignments.device)
+        labels = labels.flatten() if mask is None else labels[mask]
         table = count_pairs(assignments, labels, components, self.num_categories or 1)
         if self.count == 0:
             self._sums, self.table = sums, table
-        elif self.table.shape[:2] != (groups, components):
-            raise ValueError(
-                f"`responsibilities` must go on with {self.table.shape[0]} groups and {self.table.shape[1]} "
-                f"components, got {groups} and {components}."
-            )
         else:
             for name, value in sums.items():
                 self._sums[name] += value
             self.table += table
-        self.count += tokens
+        self.count = seen
         return assignments
+
+    @staticmethod
+    def _piece_length(responsibilities: torch.Tensor) -> int:
+        """Tokens that are looked at together: on CPU as many as leave a head's responsibilities in the cache."""
+        tokens, components = responsibilities.shape[-2:]
+        return max(PIECE // components, 1) if responsibilities.device.type == "cpu" else max(tokens, 1)
 
     @property
     def usage(self) -> torch.Tensor:
@@ -297,13 +345,6 @@ class RunningStatistics:
         return figures
 
 
-def usage_statistics(responsibilities: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """What `RunningStatistics.summary` says of one tensor, and the tokens that count: (B, H, N, K) -> heads (H,)."""
-    statistics = RunningStatistics()
-    statistics.update(tokens_of_heads(responsibilities, mask, average=False))
-    return statistics.summary()
-
-
 @torch.no_grad()
 def mixture_health(model: nn.Module, **inputs) -> dict[str, float]:
     """Figures to watch while a model trains, over all GMA heads of all layers; keys and queries together, no padding.
@@ -315,9 +356,12 @@ def mixture_health(model: nn.Module, **inputs) -> dict[str, float]:
     if not variances:
         raise ValueError("`model` has no mixture to look at: none of its layers has GMA heads.")
     outputs = model(**inputs, output_responsibilities=True, use_cache=False)
-    mask = inputs.get("attention_mask")
-    mask = None if mask is None else torch.cat([mask, mask], dim=1)
-    layers = [usage_statistics(torch.cat(pair, dim=2), mask) for pair in outputs.responsibilities]
+    layers = []
+    for sides in outputs.responsibilities:
+        statistics = RunningStatistics()
+        for responsibilities in sides:
+            statistics.update(responsibilities, mask=inputs.get("attention_mask"))
+        layers.append({name: heads[:-1] for name, heads in statistics.summary().items()})
     figures = {name: torch.cat([layer[name] for layer in layers]) for name in layers[0]}
     places = [(number, head) for number, layer in enumerate(layers) for head in range(len(layer["usage_entropy"]))]
     smallest = figures["usage_entropy"].argmin()

@@ -56,7 +56,6 @@ from modeling_gma.diagnostics import (
     permutation_baseline,
     principal_axes,
     purity,
-    tokens_of_heads,
     usage_overlap,
 )
 
@@ -184,14 +183,14 @@ class Analysis:
         kept = counts.flatten()
         for number, (pair, statistics) in enumerate(zip(outputs, self.statistics)):
             for side, responsibilities in zip(SIDES, pair):
-                tokens = tokens_of_heads(responsibilities, mask)
-                assignments = statistics[side].update(tokens, labels.flatten()[kept])
+                assignments = statistics[side].update(responsibilities, labels, mask)
                 if number == self.layer and side == self.arguments.side:
                     self._count_tokens(assignments[list(self.shown.values())].cpu(), ids.flatten()[kept])
-                    vectors = tokens_of_heads(responsibilities)[list(self.shown.values())]
                     sampled = sampled[kept[sampled]]
+                    vectors = responsibilities[sampled // ids.shape[1], :, sampled % ids.shape[1]].transpose(0, 1)
+                    vectors = torch.cat([vectors, vectors.mean(0, keepdim=True)])
                     place = slice(self.sampled, self.sampled + len(sampled))
-                    self.sample[:, place] = vectors[:, sampled.to(vectors.device)].cpu()
+                    self.sample[:, place] = vectors[list(self.shown.values())].cpu()
                     self.sample_labels[place] = labels.flatten()[sampled]
                     self.sampled += len(sampled)
 

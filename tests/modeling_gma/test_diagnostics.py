@@ -11,7 +11,7 @@ from sklearn.decomposition import PCA
 from sklearn.metrics import mutual_info_score
 from sklearn.metrics.cluster import contingency_matrix, expected_mutual_information, normalized_mutual_info_score
 
-from modeling_gma import GMAConfig, GMAForCausalLM
+from modeling_gma import GMAConfig, GMAForCausalLM, diagnostics
 from modeling_gma.diagnostics import (
     ALIGNMENT,
     RunningStatistics,
@@ -24,9 +24,7 @@ from modeling_gma.diagnostics import (
     permuted_tables,
     principal_axes,
     purity,
-    tokens_of_heads,
     usage_overlap,
-    usage_statistics,
 )
 
 
@@ -87,8 +85,8 @@ def gathered(responsibilities, categories=None, num_categories=None, moments=0):
     """The statistics of a tensor that comes row by row."""
     statistics = RunningStatistics(num_categories, moments)
     for row in range(BATCH):
-        labels = None if categories is None else categories[row]
-        statistics.update(tokens_of_heads(responsibilities[row : row + 1]), labels)
+        labels = None if categories is None else categories[row : row + 1]
+        statistics.update(responsibilities[row : row + 1], labels)
     return statistics
 
 
@@ -129,18 +127,33 @@ def test_usage(gamma):
         assert found["effective_components"][group].item() == pytest.approx(effective, **EXACT)
 
 
-def test_usage_of_one_tensor(gamma):
-    heads, running = usage_statistics(gamma[0]), gathered(gamma[0]).summary()
-    for name, value in heads.items():
-        assert value.tolist() == pytest.approx(running[name][:-1].tolist(), **EXACT)
+def same_sums(found, expected):
+    assert found.count == expected.count and found.moments_count == expected.moments_count
+    assert torch.equal(found.table, expected.table)
+    for name, value in expected._sums.items():
+        torch.testing.assert_close(found._sums[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("piece", [1, 7 * 13, 1 << 17])
+def test_pieces_make_no_difference(piece, monkeypatch):
+    gamma, categories = soft(), torch.randint(0, 4, (BATCH, TOKENS))
+    expected = gathered(gamma, categories, 4, moments=3)
+    monkeypatch.setattr(diagnostics, "PIECE", piece)
+    statistics = RunningStatistics(4, moments=3)
+    assignments = statistics.update(gamma, categories)
+    same_sums(statistics, expected)
+    groups = torch.cat([gamma, gamma.mean(1, keepdim=True)], dim=1).transpose(0, 1).flatten(1, 2)
+    assert torch.equal(assignments, groups.argmax(-1))
 
 
 def test_mask_leaves_tokens_out():
-    gamma, mask = soft(), torch.rand(BATCH, TOKENS) < 0.5
-    kept = tokens_of_heads(gamma, mask)
-    expected = [gamma[b, :, n] for b in range(BATCH) for n in range(TOKENS) if mask[b, n]]
-    torch.testing.assert_close(kept[:HEADS], torch.stack(expected, dim=1), rtol=0, atol=0)
-    torch.testing.assert_close(kept[HEADS], torch.stack(expected).mean(1))
+    gamma, categories, mask = soft(), torch.randint(0, 4, (BATCH, TOKENS)), torch.rand(BATCH, TOKENS) < 0.5
+    mask[1] = False
+    kept = gamma.transpose(1, 2)[mask].transpose(0, 1).unsqueeze(0)
+    expected, found = RunningStatistics(4, moments=3), RunningStatistics(4, moments=3)
+    alone = expected.update(kept, categories[mask].unsqueeze(0))
+    assert torch.equal(found.update(gamma, categories, mask.long()), alone)
+    same_sums(found, expected)
 
 
 def test_alignment_with_categories(gamma, categories):
@@ -217,7 +230,7 @@ def test_principal_axes(gamma):
 def test_moments_of_some_tokens():
     gamma = soft()
     statistics = gathered(gamma, moments=3)
-    some = tokens_of_heads(gamma[:, :, ::3])
+    some = torch.cat([gamma, gamma.mean(1, keepdim=True)], dim=1).transpose(0, 1).flatten(1, 2)[:, ::3]
     assert statistics.count == BATCH * TOKENS
     torch.testing.assert_close(statistics.moments, some.mT @ some / some.shape[1], rtol=0, atol=1e-12)
     torch.testing.assert_close(statistics.moments_usage, some.mean(1), rtol=0, atol=1e-12)
@@ -279,7 +292,7 @@ def test_sums_do_not_grow(gamma):
 
     before = size()
     for _ in range(5):
-        statistics.update(tokens_of_heads(gamma[0]), torch.zeros(BATCH * TOKENS, dtype=torch.long))
+        statistics.update(gamma[0], torch.zeros(BATCH, TOKENS, dtype=torch.long))
     assert size() == before and statistics.count == 6 * BATCH * TOKENS
 
 
@@ -288,14 +301,18 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="No token has been counted"):
         statistics.summary()
     with pytest.raises(ValueError, match="go together"):
-        statistics.update(torch.rand(2, 5, 4))
-    with pytest.raises(ValueError, match=r"`categories` must be \(5,\), one a token, got \(4,\)"):
-        statistics.update(torch.rand(2, 5, 4), torch.zeros(4, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"must be \(groups, tokens, components\), got \(5, 4\)"):
-        statistics.update(torch.rand(5, 4), torch.zeros(5, dtype=torch.long))
-    statistics.update(torch.rand(2, 5, 4), torch.zeros(5, dtype=torch.long))
-    with pytest.raises(ValueError, match="must go on with 2 groups and 4 components, got 2 and 6"):
-        statistics.update(torch.rand(2, 5, 6), torch.zeros(5, dtype=torch.long))
+        statistics.update(torch.rand(1, 2, 5, 4))
+    labels = torch.zeros(1, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"`categories` must be \(1, 5\), one a token, got \(5,\)"):
+        statistics.update(torch.rand(1, 2, 5, 4), labels[0])
+    with pytest.raises(ValueError, match=r"`mask` must be \(1, 5\), one a token, got \(1, 4\)"):
+        statistics.update(torch.rand(1, 2, 5, 4), labels, torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"must be \(batch, heads, tokens, components\), got \(5, 4\)"):
+        statistics.update(torch.rand(5, 4), labels)
+    statistics.update(torch.rand(1, 2, 5, 4), labels)
+    with pytest.raises(ValueError, match="must go on with 2 heads and 4 components, got 2 and 6"):
+        statistics.update(torch.rand(1, 2, 5, 6), labels)
+    assert statistics.count == 5
     with pytest.raises(ValueError, match="No moments were kept"):
         _ = statistics.moments
 
