@@ -1,4 +1,4 @@
-"""Command lines of dataclasses, with a YAML file whose values flags override."""
+"""Command lines of dataclasses, with YAML files, of which later ones override earlier ones and flags all."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 
 def parse(arguments_class: type, description: str, argv: list[str] | None = None):
-    """An instance of a dataclass from `[settings.yaml] [--flag value ..]`; what is wrong is said in a sentence."""
+    """An instance of a dataclass from `[settings.yaml ..] [--flag value ..]`; what is wrong is said in a sentence."""
     argv = sys.argv[1:] if argv is None else argv
     parser = HfArgumentParser(
-        arguments_class, description=description, formatter_class=HelpFormatter, usage="%(prog)s [YAML] [--flag ..]"
+        arguments_class, description=description, formatter_class=HelpFormatter, usage="%(prog)s [YAML ..] [--flag ..]"
     )
-    if argv and not argv[0].startswith("-"):
-        settings = _read(parser, arguments_class, argv[0])
-        for action in parser._actions:
-            action.required = action.required and action.dest not in settings
-        # Text goes through what its flag goes through: YAML takes 1e-3 for a word.
-        parser.set_defaults(**settings)
+    settings = {}
+    while argv and not argv[0].startswith("-"):
+        settings |= _read(parser, arguments_class, argv[0])
         argv = argv[1:]
+    for action in parser._actions:
+        action.required = action.required and action.dest not in settings
+    # Text goes through what its flag goes through: YAML takes 1e-3 for a word.
+    parser.set_defaults(**settings)
     try:
         (arguments,) = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     except ValueError as error:

@@ -498,6 +498,10 @@ def test_yaml_then_flags(tmp_path, capsys):
     path.write_text("learning_rate: 1e-3\nmixer: linear\nforget_gate: false\noutput_dir: there\n")
     given = parse(Arguments, "", [str(path), "--mixer", "sdpa"])
     assert (given.learning_rate, given.mixer, given.output_dir) == (1e-3, "sdpa", "there")
+    other = tmp_path / "b.yaml"
+    other.write_text("mixer: performer\nforget_gate: true\n")
+    given = parse(Arguments, "", [str(path), str(other), "--learning_rate", "2e-3"])
+    assert (given.learning_rate, given.mixer, given.forget_gate) == (2e-3, "performer", True)
     path.write_text("learning_rat: 1e-3\n")
     with pytest.raises(SystemExit):
         parse(Arguments, "", [str(path), "--output_dir", "x"])
@@ -517,3 +521,24 @@ def test_the_configs_are_what_they_say(name):
         config = given.config(vocab_size=50257)
         with torch.device("meta"):
             assert sum(p.numel() for p in GMAForCausalLM(config).parameters()) == 45_963_776
+
+
+@pytest.mark.parametrize("size", ["wikitext103", "two_cores"])
+@pytest.mark.parametrize("preset", ["gated", "hybrid", "gated_hybrid"])
+def test_presets_have_as_many_parameters_as_softmax_attention(size, preset):
+    from arguments import parse
+
+    from baselines import build_twin
+
+    def count(*files, mixer):
+        given = parse(
+            Arguments, "", [*(str(SCRIPTS / "configs" / f"{name}.yaml") for name in files), "--output_dir", "x"]
+        )
+        with torch.device("meta"):
+            model = build_twin(given.config(vocab_size=given.train_tokenizer or 50257), mixer)
+        return sum(p.numel() for p in model.parameters()), model.config
+
+    parameters, config = count(size, preset, mixer="gma")
+    assert parameters == pytest.approx(count(size, mixer="sdpa")[0], rel=0.01)
+    assert config.forget_gate == preset.startswith("gated") and config.position_embedding_type == "none"
+    assert set(config.layer_types) == {"hybrid_sliding" if preset.endswith("hybrid") else "linear_attention"}
