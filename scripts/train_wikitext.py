@@ -29,6 +29,7 @@ from checkpoints import unwrap
 from data.wikitext import Blocks, load_text, load_tokenizer, tokenize, train_tokenizer
 from torch.utils.data import DataLoader, Subset
 from training import DecoderArguments, Task, start
+from variations import VARIATIONS, vary
 
 from baselines import build_twin
 from modeling_gma import GMAConfig, GMAForCausalLM
@@ -66,6 +67,10 @@ class Arguments(DecoderArguments):
         default=None,
         metadata={"help": "How far from zero queries begin, in routing vectors; see modeling_gma.attention."},
     )
+    variation: str | None = field(
+        default=None,
+        metadata={"help": f"For ablations alone, a part that is not in the mixer: {', '.join(VARIATIONS)}."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -77,6 +82,10 @@ class Arguments(DecoderArguments):
             )
         if (self.train_file is None) != (self.validation_file is None):
             raise ValueError("--train_file and --validation_file go together.")
+        if self.variation is not None and (self.variation not in VARIATIONS or self.mixer == "mamba"):
+            raise ValueError(
+                f"--variation must be of {', '.join(VARIATIONS)}, and not with --mixer mamba, got {self.variation!r}."
+            )
         for name in ("score_spread", "mean_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be above 0, got {getattr(self, name)}.")
@@ -136,6 +145,8 @@ class LanguageModelling(Task):
             elif isinstance(module, GMAQueryProjection) and arguments.query_bias is not None:
                 torch.nn.init.zeros_(module.bias)
                 module.reset_bias(routing_std, arguments.query_bias)
+        if arguments.variation is not None:
+            vary(self.model, arguments.variation)
         accelerator.print(
             f"{arguments.mixer}: {sum(p.numel() for p in self.model.parameters()):,} parameters; "
             f"{self.train_dataset.num_targets:,} tokens to train on, {self.validation.num_targets:,} to validate"

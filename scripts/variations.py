@@ -1,0 +1,84 @@
+"""Parts that GMA's mixer does not have, to measure what they would buy: see docs/ablations.md.
+
+A model with one trains and is evaluated like any other. Caches, padding and packing do not know of them, nor do the
+Auto classes, so that it is good for nothing else. All begin as if they were not there.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ShortConvolution(nn.Module):
+    """Each channel of a token from itself and the tokens just before it: (B, N, D) -> (B, N, D)."""
+
+    no_weight_decay = ("weight",)
+
+    def __init__(self, channels: int, width: int = 4):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
+        with torch.no_grad():
+            self.weight[..., -1] = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = self.weight.shape[-1]
+        x = F.pad(x.transpose(1, 2), (width - 1, 0))
+        return F.conv1d(x, self.weight.to(x.dtype), groups=len(self.weight)).transpose(1, 2)
+
+
+class GatedOutput(nn.Module):
+    """What the heads bring, times what the token lets through, before the output projection."""
+
+    def __init__(self, mixer: nn.Module, hidden_size: int):
+        super().__init__()
+        self.proj = mixer.o_proj
+        self.gate = nn.Linear(hidden_size, self.proj.in_features, bias=False)
+        nn.init.zeros_(self.gate.weight)
+        mixer.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, mixer, args, kwargs) -> None:
+        self.seen = args[0] if args else kwargs["hidden_states"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x * (2 * torch.sigmoid(self.gate(self.seen))))
+
+
+class NormalisedOutput(nn.Module):
+    """What each head brings in unit length times a learned scale, before the output projection."""
+
+    def __init__(self, mixer: nn.Module, num_heads: int):
+        super().__init__()
+        self.proj, self.num_heads = mixer.o_proj, num_heads
+        self.norm = nn.RMSNorm(self.proj.in_features // num_heads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(self.norm(x.unflatten(-1, (self.num_heads, -1))).flatten(-2))
+
+
+def convolve(mixer: nn.Module, config) -> None:
+    for name in ("q_proj", "k_proj", "v_proj"):
+        projection = getattr(mixer, name)
+        setattr(mixer, name, nn.Sequential(projection, ShortConvolution(projection.out_features)))
+
+
+def gate_output(mixer: nn.Module, config) -> None:
+    mixer.o_proj = GatedOutput(mixer, config.hidden_size)
+
+
+def normalise_output(mixer: nn.Module, config) -> None:
+    mixer.o_proj = NormalisedOutput(mixer, config.num_attention_heads)
+
+
+VARIATIONS = {"convolution": convolve, "output_gate": gate_output, "output_norm": normalise_output}
+
+
+def vary(model: nn.Module, name: str) -> None:
+    """Give every mixer of a model one of `VARIATIONS`."""
+    for layer in model.base_model.layers:
+        if not hasattr(layer.mixer, "q_proj"):
+            raise ValueError(
+                f"`model` must have mixers with queries, keys and values, got {type(layer.mixer).__name__}."
+            )
+        VARIATIONS[name](layer.mixer, model.config)
