@@ -5,7 +5,8 @@
 
 The YAML file is one of `train_recall.py`; flags that are not of this script go to it. With --num_pairs a model is
 trained for each of the numbers, without it one for all that the YAML file has. Systems are named as in
-compare_language_models.py. Every run has a folder of its own, and one that was interrupted goes on where it was.
+compare_language_models.py; those with GMA heads and local heads in a layer are also tested without what the one or the
+other bring. Every run has a folder of its own, and one that was interrupted goes on where it was.
 Writes comparison.json, comparison.md and recall.png, of the systems, numbers and seeds that were asked for; runs that
 are there already are not made again.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from comparison import Run, grouped, label, make_parser, make_run, mean_and_spread, parse_known, plot_curves, train_all
 from files import write_figure, write_text
 from matplotlib import pyplot
+from train_recall import KINDS
 from train_recall import Arguments as TrainArguments
 
 
@@ -29,6 +31,18 @@ KEPT += ("versions", "mixed_precision", "examples_in_split")
 
 def summary(run: Run, results: dict, evaluations: list[dict]) -> dict:
     return {"test": results["test"]} | {name: results[name] for name in KEPT}
+
+
+def with_silenced(runs: list[dict]) -> list[dict]:
+    """The runs, and after each of a model with both kinds of heads the same model without the one and the other."""
+    found = []
+    for run in runs:
+        found.append(run)
+        for kind in KINDS:
+            test = run["test"].get(f"without_{kind}")
+            if test:
+                found.append(run | {"test": test, "system": f"{run['system']}@without {kind.replace('_', ' ')}"})
+    return found
 
 
 def write_report(runs: list[dict], folder: Path) -> None:
@@ -50,6 +64,7 @@ def accuracies(runs: list[dict]) -> list[dict]:
 
 def table(runs: list[dict]) -> list[str]:
     """Markdown lines: accuracy by number of pairs and by distance, mean and spread over seeds."""
+    runs = with_silenced(runs)
     first, found = runs[0], accuracies(runs)
     arguments = first["arguments"]
     lines = [
@@ -93,7 +108,7 @@ def _mean(found: list[dict]) -> float:
 def plot(runs: list[dict], path: Path) -> None:
     """Accuracy against the number of pairs, and for each number against distance."""
     pyplot.switch_backend("Agg")
-    found = accuracies(runs)
+    found = accuracies(with_silenced(runs))
     pairs = sorted({of["pairs"] for of in found})
     figure, panels = pyplot.subplots(
         1, 1 + len(pairs), figsize=(3.6 * (1 + len(pairs)), 4.6), layout="constrained", sharey=True

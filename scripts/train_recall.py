@@ -11,13 +11,16 @@ answers as there are pairs. With several --num_pairs, as many examples have each
 is that of train_wikitext.py: checkpoints, --resume_from_checkpoint latest, signals, trackers.
 
 In the output folder: the model of the best validation, and results.json with its test accuracy, by the number of pairs
-and, for each, by the distance between a query and its pair in tokens.
+and, for each, by the distance between a query and its pair in tokens. Of a model with GMA heads and local heads in a
+layer also without what the one or the other bring: what the memory carries, and what the window.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -32,7 +35,10 @@ from train_wikitext import LanguageModelling
 from training import DecoderArguments, start
 
 from baselines import build_twin
-from modeling_gma import GMAConfig
+from modeling_gma import GMAAttention, GMAConfig
+
+
+KINDS = ("gma_heads", "local_heads")
 
 
 @dataclass
@@ -114,13 +120,45 @@ class AssociativeRecall(LanguageModelling):
         return figures(count_answers(self, model, self.validation, accelerator).sum((0, 1)))
 
     def test(self, model, accelerator: Accelerator) -> dict:
-        """Accuracy of all, by distance, by number of pairs, and by both."""
+        """Accuracy of all, by distance, by number of pairs, and by both; and without heads of one kind."""
+        found = self._test(model, accelerator)
+        for kind in KINDS if any(map(has_both_kinds, self.model.modules())) else ():
+            with silenced(self.model, kind):
+                found[f"without_{kind}"] = self._test(model, accelerator)
+        return found
+
+    def _test(self, model, accelerator: Accelerator) -> dict:
         counts = count_answers(self, model, self.examples_to_test, accelerator)
         of_pairs = [
             {"pairs": number, **figures(of_number.sum(0)), "by_distance": by_distance(of_number)}
             for number, of_number in zip(self.arguments.num_pairs, counts)
         ]
         return {**figures(counts.sum((0, 1))), "by_distance": by_distance(counts.sum(0)), "by_pairs": of_pairs}
+
+
+def has_both_kinds(module: torch.nn.Module) -> bool:
+    return isinstance(module, GMAAttention) and bool(module.num_local_heads and module.num_mixture_heads)
+
+
+@contextmanager
+def silenced(model, kind: str):
+    """Within, local heads or GMA heads of layers that have both bring zeros."""
+    hooks = []
+    for mixer in filter(has_both_kinds, model.modules()):
+        local = mixer.num_local_heads * mixer.config.value_dim
+        part = slice(None, local) if kind == "local_heads" else slice(local, None)
+        hooks.append(mixer.o_proj.register_forward_pre_hook(partial(_without, part)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _without(part: slice, _, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    heads = inputs[0].clone()
+    heads[..., part] = 0.0
+    return (heads,)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Associative recall: what is made, what is counted, and that models train and are compared on it."""
 
+import copy
 import hashlib
 import json
 import signal
@@ -13,11 +14,12 @@ from arguments import parse
 from compare_recall import main, table
 from comparison import system_flags
 from data import recall
-from train_recall import Arguments, AssociativeRecall, count_answers
+from train_recall import Arguments, AssociativeRecall, count_answers, silenced
 from training import train
 from transformers import AutoModelForCausalLM
 
 from hub_upload.card import measured
+from modeling_gma import GMAConfig, GMAForCausalLM
 
 
 SMALL = {
@@ -298,3 +300,33 @@ def test_the_table():
     ]
     assert lines[7] == "| mixer | 2 to 3 | 4 to 7 |"
     assert lines[9:] == ["| GMA K=8 | 82.50 +- 3.54 | 50.00 +- 0.00 |", "| Linear Transformer | 40.00 | 10.00 |"]
+
+
+def test_heads_of_one_kind_are_silenced():
+    """With zeros in their part of the output projection heads bring nothing either."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "num_components": 8}
+    types = ["hybrid_sliding", "linear_attention"]
+    config = GMAConfig(vocab_size=30, **sizes, layer_types=types, num_local_heads=1, sliding_window=4)
+    model, ids = GMAForCausalLM(config).eval(), torch.randint(0, 30, (2, 20))
+    whole = model(ids).logits
+    for kind, columns in (("local_heads", slice(None, 8)), ("gma_heads", slice(8, None))):
+        with silenced(model, kind):
+            found = model(ids).logits
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.model.layers[0].mixer.o_proj.weight[:, columns] = 0.0
+        torch.testing.assert_close(found, other(ids).logits)
+        assert (found - whole).abs().max() > 1e-4
+    assert torch.equal(model(ids).logits, whole)
+
+
+def test_silenced_models_have_rows_of_their_own(tmp_path, cache):
+    given = arguments(tmp_path / "run", cache, layer_types="hybrid_sliding", sliding_window=4)
+    task = AssociativeRecall(given, given.make_accelerator())
+    found = task.test(task.model, task.accelerator)
+    assert {"without_gma_heads", "without_local_heads"} < set(found)
+    assert found["without_gma_heads"]["loss"] != found["loss"]
+    made = {"system": "gma:8:hybrid", "seed": 0, "parameters": 1, "tokens": 2, "test": found, "arguments": vars(given)}
+    text = "\n".join(table([made]))
+    assert "| GMA K=8, local heads, without gma heads | 1 | 1 |" in text
+    assert "| GMA K=8, local heads, without local heads | 1 | 1 |" in text
