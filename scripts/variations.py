@@ -1,7 +1,7 @@
 """Parts that GMA's mixer does not have, to measure what they would buy: see docs/ablations.md.
 
 A model with one trains and is evaluated like any other. Caches, padding and packing do not know of them, nor do the
-Auto classes, so that it is good for nothing else. All begin as if they were not there.
+Auto classes, so that it is good for nothing else. All but the norm begin as if they were not there.
 """
 
 from __future__ import annotations
@@ -45,6 +45,32 @@ class GatedOutput(nn.Module):
         return self.proj(x * (2 * torch.sigmoid(self.gate(self.seen))))
 
 
+class WriteGate(nn.Module):
+    """How much of itself a token writes into a memory of each head, instead of all tokens as much.
+
+    Values times weights, and the weights as one more value, through the same memory: their quotient is the mean of
+    the values under these weights too.
+    """
+
+    def __init__(self, mixer: nn.Module, config, method: str):
+        super().__init__()
+        heads = getattr(mixer, "num_mixture_heads", config.num_attention_heads)
+        self.proj = nn.Linear(config.hidden_size, heads)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+        mixer.register_forward_pre_hook(self._see, with_kwargs=True)
+        self.plain = getattr(mixer, method)
+        setattr(mixer, method, self._write)
+
+    def _see(self, mixer, args, kwargs) -> None:
+        self.seen = args[0] if args else kwargs["hidden_states"]
+
+    def _write(self, query, key, value, *args, **options):
+        weight = self.proj(self.seen).float().clamp(-8.0, 8.0).exp().transpose(1, 2).unsqueeze(-1)
+        output, *rest = self.plain(query, key, torch.cat([value * weight, weight], dim=-1), *args, **options)
+        return (output[..., :-1] / output[..., -1:].clamp(min=1e-9)).to(value.dtype), *rest
+
+
 class NormalisedOutput(nn.Module):
     """What each head brings in unit length times a learned scale, before the output projection."""
 
@@ -71,7 +97,16 @@ def normalise_output(mixer: nn.Module, config) -> None:
     mixer.o_proj = NormalisedOutput(mixer, config.num_attention_heads)
 
 
-VARIATIONS = {"convolution": convolve, "output_gate": gate_output, "output_norm": normalise_output}
+def gate_writing(mixer: nn.Module, config) -> None:
+    mixer.write_gate = WriteGate(mixer, config, "_mix" if hasattr(mixer, "_mix") else "attend")
+
+
+VARIATIONS = {
+    "convolution": convolve,
+    "write_gate": gate_writing,
+    "output_gate": gate_output,
+    "output_norm": normalise_output,
+}
 
 
 def vary(model: nn.Module, name: str) -> None:
