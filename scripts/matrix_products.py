@@ -36,8 +36,9 @@ def block_products(
     is_causal: bool,
     chunk: int,
     train: bool,
+    local_heads: int = 0,
 ) -> tuple[list[Product], list[Product]]:
-    """What a block with this mixer multiplies: projections, and products inside the mixer.
+    """What a block with this mixer multiplies: projections, and products inside the mixer, but for its local heads.
 
     `features` is K of GMA, M of Performer, k of Linformer; the head dimension for the Linear Transformer. With
     `train`, forward and backward, and what is computed again in backward because it is not kept.
@@ -54,6 +55,9 @@ def block_products(
         projected = Product(2 * batch * (3 if train else 1), 1, features, length, hidden_size)
         return projections, [projected, _pairs(7 if train else 2, batch, heads, length, features, dim, False)]
 
+    heads -= local_heads
+    if not heads:
+        return projections, []
     tokens = min(length, TOKENS)
     share = batch * length / tokens
 
@@ -84,6 +88,14 @@ def block_products(
             Product(2 * train * many, chunks, chunk, dim, features),
         ]
     return projections, [product for product in products if product.count]
+
+
+def window_products(batch, length, heads, dim, window, is_causal, train) -> list[Product]:
+    """What local heads multiply at least: every query with the keys that it sees, in blocks of a window."""
+    block = min(window, length, TOKENS)
+    seen = min(window if is_causal else 2 * window - 1, length)
+    times = 7 if train else 2
+    return [Product(times * batch * length / block * seen / block, heads, block, dim, block)]
 
 
 def _rows(rows, inside, outside, times):

@@ -4,9 +4,10 @@
     python scripts/profile_mixers.py --mixers sdpa gma:64 gma:128:forget --lengths 1024 4096 --directions causal
 
 A mixer is named by what `baselines.build_twin` calls it, and "gma" may be followed by its number of components and by
-variants, with colons: "forget" (a forget gate), "variance=0.3" (sharper components, their means three times as wide),
-"floor" (the same with variances at their smallest), "trained" (the mixer of --checkpoint). Any mixer may be followed
-by a dtype, such as "sdpa:bfloat16".
+variants, with colons: "forget" (a forget gate), "hybrid" (half of the heads exact in a window, of 128 tokens unless
+"window=64" says otherwise), "local" (all heads so), "variance=0.3" (sharper components, their means three times as
+wide), "floor" (the same with variances at their smallest), "trained" (the mixer of --checkpoint). Any mixer may be
+followed by a dtype, such as "sdpa:bfloat16".
 
 What is measured: one mixing block (projections, mixer, output projection), forward alone and forward and backward;
 bytes kept for backward and peak memory, each in a process of its own; and single-token decoding of the paper's
@@ -43,7 +44,7 @@ if __name__ == "__main__" and sys.platform == "linux" and "MALLOC_TRIM_THRESHOLD
 import torch
 from files import write_json
 from huggingface_hub.errors import StrictDataclassError
-from matrix_products import Stopwatch, block_products, time_call
+from matrix_products import Stopwatch, block_products, time_call, window_products
 from profile_report import write_report
 from tqdm.auto import tqdm
 from transformers import DynamicCache, HfArgumentParser
@@ -182,6 +183,9 @@ class Arguments:
         return self.batch_size or max(1, self.tokens // length)
 
 
+LOCAL = {"hybrid": "hybrid_sliding", "local": "sliding_attention"}
+
+
 @dataclass(frozen=True)
 class System:
     """One line of the results."""
@@ -190,6 +194,8 @@ class System:
     dtype: str
     components: int | None = None
     forget: bool = False
+    layer_type: str | None = None
+    window: int = 128
     variance: float | None = None  # 0.0: the smallest there is
     trained: bool = False
     name: str = ""
@@ -207,6 +213,10 @@ class System:
                 values["components"] = int(part)
             elif mixer == "gma" and part in ("forget", "trained"):
                 values[part] = True
+            elif mixer == "gma" and part in LOCAL:
+                values["layer_type"] = LOCAL[part]
+            elif mixer == "gma" and part.startswith("window=") and part[7:].isdigit() and int(part[7:]) > 0:
+                values["window"] = int(part[7:])
             elif mixer == "gma" and part == "floor":
                 values["variance"] = 0.0
             elif mixer == "gma" and part.startswith("variance=") and _is_positive(part[9:]):
@@ -214,7 +224,7 @@ class System:
             else:
                 raise ValueError(
                     f"--mixers: {part!r} in {name!r} must be a dtype ({', '.join(DTYPES)}) or, for gma, a number of "
-                    f"components, forget, variance=<number>, floor or trained."
+                    f"components, forget, hybrid, local, window=<number>, variance=<number>, floor or trained."
                 )
         return cls(mixer=mixer, dtype=dtype, name=name, **values)
 
@@ -224,6 +234,10 @@ class System:
         return 2 if self.mixer in ("eager", "sdpa", "sdpa_rope") else 1
 
     def config(self, hidden_size: int, heads: int, length: int, is_causal: bool, **fields) -> GMAConfig:
+        if self.layer_type is not None:
+            # Of the block that is measured alone, or of the paper's decoder, which has six layers like all others.
+            fields |= {"layer_types": [self.layer_type] * 6, "num_hidden_layers": 6, "sliding_window": self.window}
+            fields |= {"position_embedding_type": "none"}
         return GMAConfig(
             hidden_size=hidden_size,
             num_attention_heads=heads,
@@ -406,26 +420,24 @@ def expected_seconds(before, length, batch, power) -> float | None:
 
 def system_products(system, block, row, hidden_size, heads, train):
     """Matrix products with the dtype they are done in."""
+    shape, is_causal = (row["batch"], row["length"]), row["direction"] == "causal"
+    dtype = DTYPES[system.dtype]
+    local_heads = getattr(block, "num_local_heads", 0)
     features = {
         "gma": system.components,
         "performer": getattr(block.config, "performer_features", None),
         "linformer": getattr(block.config, "linformer_dim", None),
     }.get(system.mixer, hidden_size // heads)
     projections, inside = block_products(
-        system.mixer,
-        row["batch"],
-        row["length"],
-        hidden_size,
-        heads,
-        features,
-        row["direction"] == "causal",
-        block.config.chunk_size,
-        train,
+        system.mixer, *shape, hidden_size, heads, features, is_causal, block.config.chunk_size, train, local_heads
     )
-    dtype = DTYPES[system.dtype]
     # Linear attention computes in float32 whatever comes in.
     is_wide = system.mixer in ("gma", "linear", "performer")
-    return [(projections, dtype), (inside, torch.promote_types(dtype, torch.float32) if is_wide else dtype)]
+    products = [(projections, dtype), (inside, torch.promote_types(dtype, torch.float32) if is_wide else dtype)]
+    if local_heads:
+        dim = hidden_size // heads
+        products.append((window_products(*shape, local_heads, dim, system.window, is_causal, train), dtype))
+    return products
 
 
 def measure_memory(arguments: Arguments, direction: str, rows: list[dict], progress) -> None:
@@ -575,10 +587,12 @@ def measure_decoding(arguments: Arguments, progress) -> list[dict]:
 def filled_cache(model, context: int, device) -> DynamicCache:
     """A cache of this many tokens. Keys and values are random: reading them takes as long whatever they are."""
     cache = DynamicCache(config=model.config)
-    start = min(8, context)
+    # A window is filled by what it holds, and holds no more.
+    is_local = any(kind != "linear_attention" for kind in vars(model.config)["layer_types"] or ())
+    start = min(context, model.config.sliding_window + 8 if is_local else 8)
     model(input_ids=torch.zeros(1, start, dtype=torch.long, device=device), past_key_values=cache)
     for index, layer in enumerate(cache.layers):
-        if getattr(layer, "keys", None) is not None:
+        if getattr(layer, "keys", None) is not None and not is_local:
             batch, heads, _, dim = layer.keys.shape
             more = torch.randn(2, batch, heads, context - start, dim, device=device, dtype=layer.keys.dtype)
             cache.update(more[0], more[1], index)

@@ -8,7 +8,7 @@ from pathlib import Path
 import profile_mixers
 import pytest
 import torch
-from matrix_products import Product, Stopwatch, block_products
+from matrix_products import Product, Stopwatch, block_products, window_products
 from profile_mixers import Arguments, System, expected_seconds, run, saved_bytes, sharpen, what_went_wrong
 from profile_report import report_lines, summary_lines
 
@@ -37,6 +37,7 @@ def tiny_run(folder, **changes):
 
 def test_every_mixer_has_a_row(tmp_path, capsys):
     mixers = ["eager", "sdpa", "sdpa_rope", "linear", "linformer", "performer", "mamba", "gma:4", "gma:4:forget"]
+    mixers += ["gma:4:hybrid:window=8", "gma:4:local:window=8"]
     mixers += ["gma:4:floor", "gma:4:bfloat16"]
     results = tiny_run(tmp_path, mixers=mixers)
     places = {(row["direction"], row["length"], row["system"]): row for row in results["blocks"]}
@@ -79,6 +80,28 @@ def test_an_interrupted_run_goes_on_and_others_are_left_alone(tmp_path, monkeypa
         tiny_run(tmp_path, **settings, seed=1)
     assert (tmp_path / "results.json").read_bytes() == before
     assert len(tiny_run(tmp_path, **settings, seed=1, overwrite=True)["blocks"]) == 4
+
+
+def test_decoding(tmp_path, monkeypatch):
+    """A row for every mixer and context; memories and windows hold as much whatever came before, only SDPA more."""
+    small = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1}
+    config = System.config
+
+    def small_config(self, *args, **fields):
+        made = config(self, *args, **fields).to_dict() | small
+        return GMAConfig(
+            **made | {"routing_dim": 2, "value_dim": 2, "layer_types": self.layer_type and [self.layer_type]}
+        )
+
+    monkeypatch.setattr(System, "config", small_config)
+    mixers = ["sdpa", "linear", "mamba", "gma:4:forget", "gma:4:hybrid:window=8", "gma:4:local:window=8"]
+    results = tiny_run(tmp_path, sections=["decoding"], decoding_mixers=mixers, contexts=[20, 200])
+    rows = {(row["system"], row["context"]): row for row in results["decoding"]}
+    assert set(rows) == {(name, context) for name in mixers for context in (20, 200)}
+    assert all(row["status"] == "ok" and row["tokens_per_second"] > 0 for row in rows.values()), rows
+    for name in mixers:
+        few, many = (rows[name, context]["cache_bytes"] for context in (20, 200))
+        assert many - few == (180 * 2 * 8 * 2 * 4 if name == "sdpa" else 0)
 
 
 def test_what_takes_too_long_or_too_much_is_a_row(tmp_path, monkeypatch):
@@ -151,6 +174,12 @@ def test_system_names():
     system = System.parse("gma:64:forget:variance=0.5:bfloat16", "float32")
     assert (system.components, system.forget, system.variance, system.dtype) == (64, True, 0.5, "bfloat16")
     assert System.parse("sdpa", "float64").dtype == "float64"
+    system = System.parse("gma:64:hybrid:window=32", "float32")
+    assert (system.layer_type, system.window, system.config(64, 4, 99, True).num_local_heads) == (
+        "hybrid_sliding",
+        32,
+        2,
+    )
 
 
 def multiply_adds(mixer, length, train, features=128, is_causal=False):
@@ -168,6 +197,13 @@ def test_products_are_counted():
     assert multiply_adds("linear", 4096, True, features=d)[1] == 6 * d * d
     assert multiply_adds("sdpa", 4096, True)[1] == 7 * d * 4096
     assert multiply_adds("sdpa", 4096, True, is_causal=True)[1] == 7 * d * 4097 / 2
+    _, inside = block_products("gma", 2, 4096, 768, 12, K, False, 64, True, local_heads=4)
+    assert sum(p.multiply_adds for p in inside) / (8 * 2 * 4096) == 8 * (2 * d * K) + 6 * d * K
+    assert block_products("gma", 2, 4096, 768, 12, K, False, 64, True, local_heads=12)[1] == []
+    (local,) = window_products(2, 4096, 4, d, 128, is_causal=True, train=True)
+    assert local.multiply_adds == 7 * d * 128 * 4 * 2 * 4096
+    (local,) = window_products(2, 4096, 4, d, 128, is_causal=False, train=False)
+    assert local.multiply_adds == pytest.approx(2 * d * 255 * 4 * 2 * 4096)
     assert multiply_adds("linformer", 4096, False, features=256) == (4 * 768**2, 2 * 256 * d + 2 * 256 * d)
 
 
