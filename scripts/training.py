@@ -190,39 +190,7 @@ class ModelArguments(LoopArguments):
     num_attention_heads: int = field(default=8, metadata={"help": "Heads in each block."})
     num_components: int = field(default=128, metadata={"help": "Mixture components in each head, K."})
     hidden_dropout: float = field(default=0.0, metadata={"help": "Dropout."})
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.mixer != "gma" and self.mixer not in MIXERS:
-            raise ValueError(f"--mixer must be one of {['gma', *MIXERS]}, got {self.mixer!r}.")
-        if self.push_to_hub and self.mixer != "gma":
-            raise ValueError(f"--push_to_hub goes with --mixer gma, got {self.mixer!r}: baselines stay here.")
-        try:
-            twin_config(self.config(), self.mixer)
-        except Exception as error:
-            # The sentence alone, without the names of the classes that passed it on.
-            raise ValueError(str(error.__cause__ or error).rpartition("ValueError: ")[2]) from None
-
-    def config(self, **fields) -> GMAConfig:
-        """The GMA model's config; scripts add what is theirs."""
-        return GMAConfig(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_components=self.num_components,
-            hidden_dropout=self.hidden_dropout,
-            **fields,
-        )
-
-
-@dataclass
-class DecoderArguments(ModelArguments):
-    """What causal models have besides, in any task."""
-
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
-    forget_gate: bool = field(
-        default=False, metadata={"help": "Let the memory of gma, linear or performer fade (not in the paper)."}
-    )
     layer_types: str | None = field(
         default=None,
         metadata={"help": "linear_attention, hybrid_sliding or sliding_attention: one for all layers, or by commas."},
@@ -234,24 +202,53 @@ class DecoderArguments(ModelArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.forget_gate and self.mixer not in ("gma", "linear", "performer"):
-            raise ValueError(f'--forget_gate goes with --mixer gma, linear or performer, got "{self.mixer}".')
+        if self.mixer != "gma" and self.mixer not in MIXERS:
+            raise ValueError(f"--mixer must be one of {['gma', *MIXERS]}, got {self.mixer!r}.")
+        if self.push_to_hub and self.mixer != "gma":
+            raise ValueError(f"--push_to_hub goes with --mixer gma, got {self.mixer!r}: baselines stay here.")
         if self.layer_types and self.mixer != "gma":
             raise ValueError(f'--layer_types goes with --mixer gma, got "{self.mixer}".')
+        try:
+            twin_config(self.config(), self.mixer)
+        except Exception as error:
+            # The sentence alone, without the names of the classes that passed it on.
+            raise ValueError(str(error.__cause__ or error).rpartition("ValueError: ")[2]) from None
 
     def config(self, **fields) -> GMAConfig:
+        """The GMA model's config; scripts add what is theirs."""
         kinds = self.layer_types.split(",") if self.layer_types else None
         if kinds and len(kinds) == 1:
             kinds *= self.num_hidden_layers
         if self.sliding_window is not None:
             fields["sliding_window"] = self.sliding_window
-        return super().config(
+        return GMAConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_components=self.num_components,
+            hidden_dropout=self.hidden_dropout,
             position_embedding_type=self.position_embedding_type,
-            forget_gate=self.forget_gate,
             layer_types=kinds,
             num_local_heads=self.num_local_heads,
             **fields,
         )
+
+
+@dataclass
+class DecoderArguments(ModelArguments):
+    """What causal models have besides, in any task."""
+
+    forget_gate: bool = field(
+        default=False, metadata={"help": "Let the memory of gma, linear or performer fade (not in the paper)."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.forget_gate and self.mixer not in ("gma", "linear", "performer"):
+            raise ValueError(f'--forget_gate goes with --mixer gma, linear or performer, got "{self.mixer}".')
+
+    def config(self, **fields) -> GMAConfig:
+        return super().config(forget_gate=self.forget_gate, **fields)
 
 
 class Task:

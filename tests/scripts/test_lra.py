@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from arguments import parse
 from checkpoints import checkpoint_steps
+from comparison import system_flags
 from data import retrieval
 from metrics import Accuracy
 from train_lra import Arguments, LongRangeArena
@@ -60,9 +62,25 @@ def test_order_takes_everything_once_and_groups_by_length(tmp_path, cache):
     assert np.corrcoef(lengths.mean(1), np.arange(len(lengths)))[0, 1] < 0.5
 
 
-@pytest.mark.parametrize("mixer", ["gma", "sdpa", "linear", "linformer", "performer", "mamba"])
+def test_systems_with_local_heads(tmp_path, cache):
+    flags = [f"--{name}={value}" for name, value in SMALL.items()]
+    flags += [
+        *system_flags("gma:4:hybrid@sliding_window=8"),
+        "--cache_dir",
+        cache,
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    run(parse(Arguments, "", flags))
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").config
+    assert (config.layer_types, config.sliding_window, config.num_local_heads) == (["hybrid_sliding"], 8, 1)
+    assert config.position_embedding_type == "none" and not config.is_causal
+
+
+@pytest.mark.parametrize("mixer", ["gma", "gma hybrid", "sdpa", "linear", "linformer", "performer", "mamba"])
 def test_logits_do_not_depend_on_the_batch(mixer, tmp_path, cache):
-    given = arguments(tmp_path / "run", cache, mixer=mixer)
+    local = {"layer_types": "hybrid_sliding", "sliding_window": 8} if mixer.endswith("hybrid") else {}
+    given = arguments(tmp_path / "run", cache, mixer=mixer.split()[0], **local)
     task = LongRangeArena(given, given.make_accelerator())
     rows = task.splits["test"].with_format("numpy")
     examples = [rows[i] for i in range(32)]
