@@ -33,6 +33,7 @@ from data import recall
 from torch.utils.data import DataLoader, Subset
 from train_wikitext import LanguageModelling
 from training import DecoderArguments, start
+from variations import vary
 
 from baselines import build_twin
 from modeling_gma import GMAAttention, GMAConfig
@@ -110,6 +111,8 @@ class AssociativeRecall(LanguageModelling):
         }
         set_seed(arguments.seed)
         self.model = build_twin(arguments.config(), arguments.mixer, self.model_class)
+        if arguments.variation is not None:
+            vary(self.model, arguments.variation)
         accelerator.print(
             f"{arguments.mixer}: {sum(p.numel() for p in self.model.parameters()):,} parameters; "
             f"{', '.join(map(str, arguments.num_pairs))} pairs in {arguments.length} tokens, "
@@ -122,8 +125,8 @@ class AssociativeRecall(LanguageModelling):
     def test(self, model, accelerator: Accelerator) -> dict:
         """Accuracy of all, by distance, by number of pairs, and by both; and without heads of one kind."""
         found = self._test(model, accelerator)
-        for kind in KINDS if any(map(has_both_kinds, self.model.modules())) else ():
-            with silenced(self.model, kind):
+        for kind in KINDS if any(map(has_both_kinds, model.modules())) else ():
+            with silenced(model, kind):
                 found[f"without_{kind}"] = self._test(model, accelerator)
         return found
 

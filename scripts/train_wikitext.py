@@ -27,9 +27,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from checkpoints import unwrap
 from data.wikitext import Blocks, load_text, load_tokenizer, tokenize, train_tokenizer
+from safetensors.torch import load_model
 from torch.utils.data import DataLoader, Subset
 from training import DecoderArguments, Task, start
-from variations import VARIATIONS, vary
+from variations import vary
 
 from baselines import build_twin
 from modeling_gma import GMAConfig, GMAForCausalLM
@@ -67,10 +68,6 @@ class Arguments(DecoderArguments):
         default=None,
         metadata={"help": "How far from zero queries begin, in routing vectors; see modeling_gma.attention."},
     )
-    variation: str | None = field(
-        default=None,
-        metadata={"help": f"For ablations alone, a part that is not in the mixer: {', '.join(VARIATIONS)}."},
-    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -82,10 +79,6 @@ class Arguments(DecoderArguments):
             )
         if (self.train_file is None) != (self.validation_file is None):
             raise ValueError("--train_file and --validation_file go together.")
-        if self.variation is not None and (self.variation not in VARIATIONS or self.mixer == "mamba"):
-            raise ValueError(
-                f"--variation must be of {', '.join(VARIATIONS)}, and not with --mixer mamba, got {self.variation!r}."
-            )
         for name in ("score_spread", "mean_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be above 0, got {getattr(self, name)}.")
@@ -162,6 +155,14 @@ class LanguageModelling(Task):
             train_tokenizer(texts, arguments.train_tokenizer, show_progress=True).save_pretrained(folder)
         accelerator.wait_for_everyone()
         return load_tokenizer(str(folder))
+
+    def load(self, folder: Path) -> torch.nn.Module:
+        model = super().load(folder)
+        if self.arguments.variation is not None:
+            # Classes do not know of it; what it has learned is in the file nevertheless.
+            vary(model, self.arguments.variation)
+            load_model(model, folder / "model.safetensors")
+        return model
 
     def order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.arguments.seed * 1_000_003 + epoch)

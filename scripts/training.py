@@ -46,6 +46,7 @@ from memory import keep_freed_memory, peak_memory
 from torch.utils.data import DataLoader, Sampler, default_collate
 from tqdm.auto import tqdm
 from transformers.utils import logging
+from variations import VARIATIONS
 
 from baselines import MIXERS, twin_config
 from hub_upload.publish import publish, refuse_early
@@ -241,11 +242,21 @@ class DecoderArguments(ModelArguments):
     forget_gate: bool = field(
         default=False, metadata={"help": "Let the memory of gma, linear or performer fade (not in the paper)."}
     )
+    variation: str | None = field(
+        default=None,
+        metadata={"help": f"For ablations alone, a part that is not in the mixer: {', '.join(VARIATIONS)}."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.forget_gate and self.mixer not in ("gma", "linear", "performer"):
             raise ValueError(f'--forget_gate goes with --mixer gma, linear or performer, got "{self.mixer}".')
+        if self.variation is not None and self.push_to_hub:
+            raise ValueError("--push_to_hub does not go with --variation: no class loads such a model.")
+        if self.variation is not None and (self.variation not in VARIATIONS or self.mixer == "mamba"):
+            raise ValueError(
+                f"--variation must be of {', '.join(VARIATIONS)}, and not with --mixer mamba, got {self.variation!r}."
+            )
 
     def config(self, **fields) -> GMAConfig:
         return super().config(forget_gate=self.forget_gate, **fields)
@@ -263,6 +274,10 @@ class Task:
     tokenizer = None
     collate = None
     description: dict = {}  # goes into results.json
+
+    def load(self, folder: Path) -> torch.nn.Module:
+        """A model that was saved, like `model`."""
+        return load_whole(type(self.model), folder)
 
     def order(self, epoch: int) -> list[int]:
         """The examples in the order of an epoch; a function of the seed and the epoch."""
@@ -496,7 +511,7 @@ class _Loop:
     def _build(self, checkpoint: Path | None) -> int:
         arguments, accelerator, model = self.arguments, self.accelerator, self.task.model
         if checkpoint is not None:
-            model = load_whole(type(model), checkpoint)
+            model = self.task.load(checkpoint)
             self.state |= {key: value for key, value in read_state(checkpoint).items() if key in self.state}
         start = 0 if checkpoint is None else read_state(checkpoint)["step"]
         self._read_log(start)
@@ -716,7 +731,7 @@ class _Loop:
         arguments, accelerator = self.arguments, self.accelerator
         best = self.checkpoints / f"step_{self.state['best']['step']:08d}"
         accelerator.wait_for_everyone()
-        model = load_whole(type(self.task.model), best).to(accelerator.device).eval()
+        model = self.task.load(best).to(accelerator.device).eval()
         with torch.no_grad():
             test = self.task.test(model, accelerator)
         evaluations = [line for line in self.log if "evaluation" in line]

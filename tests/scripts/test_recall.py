@@ -127,13 +127,14 @@ def test_bad_flags(flags, sentence):
         Arguments(output_dir="x", **(SMALL | flags))
 
 
-class KnowsNear:
+class KnowsNear(torch.nn.Module):
     """Answers right up to a distance in tokens, by a dictionary, and otherwise with a blank."""
 
     def __init__(self, distance):
+        super().__init__()
         self.distance = distance
 
-    def __call__(self, input_ids, **_):
+    def forward(self, input_ids, **_):
         logits = torch.zeros(*input_ids.shape, 17)
         logits[..., recall.BLANK] = 1.0
         for row, tokens in enumerate(input_ids.tolist()):
@@ -322,8 +323,7 @@ def test_heads_of_one_kind_are_silenced():
 
 def test_silenced_models_have_rows_of_their_own(tmp_path, cache):
     given = arguments(tmp_path / "run", cache, layer_types="hybrid_sliding", sliding_window=4)
-    task = AssociativeRecall(given, given.make_accelerator())
-    found = task.test(task.model, task.accelerator)
+    found = run(given)["test"]
     assert {"without_gma_heads", "without_local_heads"} < set(found)
     assert found["without_gma_heads"]["loss"] != found["loss"]
     made = {"system": "gma:8:hybrid", "seed": 0, "parameters": 1, "tokens": 2, "test": found, "arguments": vars(given)}

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -329,6 +330,21 @@ def test_other_runs_are_left_alone(corpus, tmp_path):
         run(corpus, tmp_path / "run", max_steps=3)
     with pytest.raises(SystemExit, match="is no checkpoint of this run"):
         run(corpus, tmp_path / "run", max_steps=3, resume_from_checkpoint=str(tmp_path))
+
+
+def test_a_variation_goes_on_with_what_it_learned(corpus, tmp_path):
+    """The Auto classes do not know of its weights; a run that was stopped does."""
+    given = {"max_steps": 6, "eval_steps": 3, "variation": "convolution", "resume_from_checkpoint": "latest"}
+    whole = run(corpus, tmp_path / "whole", **given)
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    shutil.rmtree(tmp_path / "stopped" / "checkpoints" / "step_00000006")
+    (tmp_path / "stopped" / "results.json").unlink()
+    again = run(corpus, tmp_path / "stopped", **given)
+    assert again["validation"] == whole["validation"]
+    weights = [load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "stopped")]
+    convolutions = [name for name in weights[0] if "q_proj.1.weight" in name]
+    assert convolutions and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert all((weights[0][name][..., :-1] != 0).any() for name in convolutions)
 
 
 def test_other_data_is_refused(corpus, tmp_path):
