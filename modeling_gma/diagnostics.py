@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .chunked import full_precision
 from .mixture import GaussianMixture
 
 
@@ -195,10 +196,12 @@ def _sums_of_tokens(responsibilities: torch.Tensor, logs: torch.Tensor) -> dict[
         np.log(logs.numpy(), out=logs.numpy())
     else:
         logs.log_()
+    with full_precision(logs.device):
+        entropies = 0.0 - (logs.flatten(1).unsqueeze(1) @ responsibilities.flatten(1).unsqueeze(2)).flatten()
     return {
         "assignments": assignments,
         "usage": responsibilities.sum(1),
-        "entropy": 0.0 - (logs.flatten(1).unsqueeze(1) @ responsibilities.flatten(1).unsqueeze(2)).flatten(),
+        "entropy": entropies,
         "largest": responsibilities.gather(-1, assignments.unsqueeze(-1)).sum((-2, -1)),
     }
 
@@ -268,11 +271,15 @@ class RunningStatistics:
                 every = slice(-seen % self.moments_every, None, self.moments_every)
                 some.append(torch.cat([piece[:, every], average[:, every]]))
             seen += piece.shape[1]
+        if not pieces:
+            return torch.zeros(heads + 1, 0, dtype=torch.long, device=responsibilities.device)
         assignments = torch.cat([piece.pop("assignments") for piece in pieces], dim=-1)
         sums = {name: torch.stack([piece[name] for piece in pieces]).double().sum(0) for name in pieces[0]}
         if self.moments_every:
             some = torch.cat(some, dim=1)
-            sums |= {"moments": (some.mT @ some).double(), "moments_usage": some.sum(1).double()}
+            with full_precision(some.device):
+                products = some.mT @ some
+            sums |= {"moments": products.double(), "moments_usage": some.sum(1).double()}
             self.moments_count += some.shape[1]
         labels = torch.zeros(batch, tokens, dtype=torch.long) if categories is None else categories
         labels = labels.to(assignments.device)

@@ -92,10 +92,13 @@ def block_products(
 
 def window_products(batch, length, heads, dim, window, is_causal, train) -> list[Product]:
     """What local heads multiply at least: every query with the keys that it sees, in blocks of a window."""
-    block = min(window, length, TOKENS)
-    seen = min(window if is_causal else 2 * window - 1, length)
-    times = 7 if train else 2
-    return [Product(times * batch * length / block * seen / block, heads, block, dim, block)]
+    window = min(window, length)
+    # The first tokens have fewer before them.
+    pairs = window * length - window * (window - 1) / 2
+    if not is_causal:
+        pairs = 2 * pairs - length
+    block = min(window, TOKENS)
+    return [Product((7 if train else 2) * batch * pairs / block**2, heads, block, dim, block)]
 
 
 def _rows(rows, inside, outside, times):

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from arguments import parse
 from files import write_json, write_text
-from profile_mixers import cache_bytes, environment, forget_peak, resident_bytes
+from profile_mixers import cache_bytes, environment, forget_peak, resident_bytes, what_went_wrong
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
@@ -70,7 +70,8 @@ def generate(send, path: str, prompt: int, arguments: Arguments) -> None:
     try:
         send.send(measure(AutoModelForCausalLM.from_pretrained(path).eval(), prompt, arguments))
     except Exception as error:
-        send.send({"status": f"{type(error).__name__}: {error}"})
+        # Results are to be shown to others, whose folders are not these.
+        send.send({"status": what_went_wrong(error).replace(path, Path(path).name)})
 
 
 def measure(model, prompt: int, arguments: Arguments) -> dict:
@@ -97,12 +98,18 @@ def measure(model, prompt: int, arguments: Arguments) -> dict:
     }
 
 
+def names_of(paths: list[str]) -> list[str]:
+    """What to call models: their folders, and where two are alike the folders around them too."""
+    names = [Path(path).resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else ["/".join(Path(path).resolve().parts[-2:]) for path in paths]
+
+
 def gather(arguments: Arguments) -> list[dict]:
     """A row for each model and length of prompt."""
     context = multiprocessing.get_context("spawn")
     rows = [
-        {"model": Path(path).name, "prompt": prompt, "status": "ok", "seconds": [], "cache_bytes": 0, "peak_bytes": 0}
-        for path in arguments.model_name_or_path
+        {"model": name, "prompt": prompt, "status": "ok", "seconds": [], "cache_bytes": 0, "peak_bytes": 0}
+        for name in names_of(arguments.model_name_or_path)
         for prompt in arguments.prompts
     ]
     paths = [path for path in arguments.model_name_or_path for _ in arguments.prompts]

@@ -195,7 +195,7 @@ class System:
     components: int | None = None
     forget: bool = False
     layer_type: str | None = None
-    window: int = 128
+    window: int | None = None
     variance: float | None = None  # 0.0: the smallest there is
     trained: bool = False
     name: str = ""
@@ -226,7 +226,14 @@ class System:
                     f"--mixers: {part!r} in {name!r} must be a dtype ({', '.join(DTYPES)}) or, for gma, a number of "
                     f"components, forget, hybrid, local, window=<number>, variance=<number>, floor or trained."
                 )
-        return cls(mixer=mixer, dtype=dtype, name=name, **values)
+        system = cls(mixer=mixer, dtype=dtype, name=name, **values)
+        if system.window is not None and system.layer_type is None:
+            raise ValueError(f"--mixers: window in {name!r} goes with hybrid or local.")
+        if system.layer_type is not None and system.trained:
+            raise ValueError(f"--mixers: trained in {name!r} does not go with hybrid or local: the checkpoint says.")
+        if system.layer_type == LOCAL["local"] and (system.variance is not None or system.forget):
+            raise ValueError(f"--mixers: local in {name!r} has neither components to sharpen nor a memory to forget.")
+        return system
 
     @property
     def grows(self) -> int:
@@ -236,8 +243,8 @@ class System:
     def config(self, hidden_size: int, heads: int, length: int, is_causal: bool, **fields) -> GMAConfig:
         if self.layer_type is not None:
             # Of the block that is measured alone, or of the paper's decoder, which has six layers like all others.
-            fields |= {"layer_types": [self.layer_type] * 6, "num_hidden_layers": 6, "sliding_window": self.window}
-            fields |= {"position_embedding_type": "none"}
+            fields |= {"layer_types": [self.layer_type] * 6, "num_hidden_layers": 6}
+            fields |= {"sliding_window": self.window or 128, "position_embedding_type": "none"}
         return GMAConfig(
             hidden_size=hidden_size,
             num_attention_heads=heads,
@@ -436,7 +443,9 @@ def system_products(system, block, row, hidden_size, heads, train):
     products = [(projections, dtype), (inside, torch.promote_types(dtype, torch.float32) if is_wide else dtype)]
     if local_heads:
         dim = hidden_size // heads
-        products.append((window_products(*shape, local_heads, dim, system.window, is_causal, train), dtype))
+        products.append(
+            (window_products(*shape, local_heads, dim, block.config.sliding_window, is_causal, train), dtype)
+        )
     return products
 
 

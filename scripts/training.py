@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -462,18 +462,19 @@ def _refuse_other_data(checkpoint: Path, task: Task) -> None:
 
 
 def refuse_other_arguments(saved: dict, ours: dict, where: Path) -> None:
-    name = first_difference(saved, ours)
-    if name is not None:
-        raise SystemExit(
-            f"{where} was made with --{name} {saved.get(name)}, not {ours.get(name)}: it would not be the same run. "
-            f"Give the flags it was started with, or another --output_dir."
-        )
+    """End if arguments, as `portable` gives them, make these two runs different ones.
 
-
-def first_difference(saved: dict, ours: dict) -> str | None:
-    """The first of the arguments, as `portable` gives them, that makes these two runs different ones."""
-    names = sorted(saved.keys() | ours.keys())
-    return next((name for name in names if saved.get(name) != ours.get(name)), None)
+    Where one has no such argument, it was made before there was one, and is as the default says.
+    """
+    defaults = {field.name: field.default for field in fields(DecoderArguments)}
+    for name in sorted(saved.keys() | ours.keys()):
+        default = defaults.get(name)
+        before, now = saved.get(name, default), ours.get(name, default)
+        if before != now:
+            raise SystemExit(
+                f"{where} was made with --{name} {before}, not {now}: it would not be the same run. "
+                f"Give the flags it was started with, or another --output_dir."
+            )
 
 
 def portable(arguments: LoopArguments, processes: int) -> dict:

@@ -1,7 +1,7 @@
 """Parts that GMA's mixer does not have, to measure what they would buy: see docs/ablations.md.
 
-A model with one trains and is evaluated like any other. Caches, padding and packing do not know of them, nor do the
-Auto classes, so that it is good for nothing else. All but the norm begin as if they were not there.
+A model with one trains, is validated and goes on like any other. Caches, padding and packing do not know of them, and
+the Auto classes refuse what is saved: it is good for nothing else. All but the norm begin as if they were not there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class WriteGate(nn.Module):
 
 
 class NormalisedOutput(nn.Module):
-    """What each head brings in unit length times a learned scale, before the output projection."""
+    """What each head brings at a root mean square of one, times a learned scale, before the output projection."""
 
     def __init__(self, mixer: nn.Module, num_heads: int):
         super().__init__()
@@ -111,9 +111,16 @@ VARIATIONS = {
 
 def vary(model: nn.Module, name: str) -> None:
     """Give every mixer of a model one of `VARIATIONS`."""
+    config = model.config
+    if name == "write_gate" and 0 in [
+        getattr(layer.mixer, "num_mixture_heads", 1) for layer in model.base_model.layers
+    ]:
+        raise ValueError(f"`name` must not be write_gate where a layer has no memory, got {config.layer_types}.")
+    # Saved, it is no model that another class may take for its own.
+    config.__class__ = type(f"Varied{type(config).__name__}", (type(config),), {"model_type": "gma_varied"})
     for layer in model.base_model.layers:
         if not hasattr(layer.mixer, "q_proj"):
             raise ValueError(
                 f"`model` must have mixers with queries, keys and values, got {type(layer.mixer).__name__}."
             )
-        VARIATIONS[name](layer.mixer, model.config)
+        VARIATIONS[name](layer.mixer, config)

@@ -41,7 +41,7 @@ class _Scan(torch.autograd.Function):
         stretches, scratch = _stretches(inputs, rates, 2)
         written = steps * inputs
         outputs = torch.empty_like(inputs)
-        befores = inputs.new_zeros(len(stretches) + 1, len(inputs[0]), *rates.shape)
+        befores = inputs.new_zeros(len(stretches) + 1, inputs.shape[1], *rates.shape)
         for number, part in enumerate(stretches):
             _, states = _run(befores[number], steps[part], rates, written[part], write[part], scratch)
             torch.matmul(read[part].unsqueeze(-2), states, out=outputs[part].unsqueeze(-2))

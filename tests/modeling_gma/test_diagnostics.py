@@ -156,6 +156,25 @@ def test_mask_leaves_tokens_out():
     same_sums(found, expected)
 
 
+def test_no_tokens_change_nothing():
+    statistics, expected = RunningStatistics(), RunningStatistics()
+    gamma = soft()
+    assert statistics.update(gamma[:, :, :0]).shape == statistics.update(gamma[:0]).shape == (HEADS + 1, 0)
+    statistics.update(gamma)
+    assert statistics.update(gamma, mask=torch.zeros(BATCH, TOKENS)).shape == (HEADS + 1, 0)
+    expected.update(gamma)
+    same_sums(statistics, expected)
+
+
+def test_autocast_changes_nothing():
+    gamma = soft().float()
+    statistics, expected = RunningStatistics(moments=1), RunningStatistics(moments=1)
+    expected.update(gamma)
+    with torch.autocast("cpu", torch.bfloat16):
+        statistics.update(gamma)
+    same_sums(statistics, expected)
+
+
 def test_alignment_with_categories(gamma, categories):
     labels, count = categories
     statistics = gathered(gamma[0], labels, count)

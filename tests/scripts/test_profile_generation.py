@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from profile_generation import Arguments, Clock, generate, main, measure, table
+from profile_generation import Arguments, Clock, generate, main, measure, names_of, table
 
 from baselines import build_twin
 from modeling_gma import GMAConfig
@@ -50,9 +50,11 @@ def test_memory_does_not_grow_with_the_prompt(tmp_path, monkeypatch, capsys):
 def test_what_fails_is_a_row(tmp_path):
     sent = []
     generate(SimpleNamespace(send=sent.append), str(tmp_path / "none"), 5, Arguments([]))
-    assert "OSError" in sent[0]["status"]
-    row = {"model": "none", "prompt": 5, "status": sent[0]["status"]}
-    assert table([row])[-1].startswith("| none | 5 | OSError")
+    status = sent[0]["status"]
+    assert status.startswith("unsupported: ") and "none" in status and str(tmp_path) not in status
+    assert "\n" not in table([{"model": "none", "prompt": 5, "status": status}])[-1]
+    assert names_of([str(tmp_path / "a"), str(tmp_path / "b")]) == ["a", "b"]
+    assert names_of([str(tmp_path / "x/a"), str(tmp_path / "y/a")]) == ["x/a", "y/a"]
 
 
 def test_bad_flags():

@@ -142,6 +142,9 @@ BAD = {
     "bad part": ({"mixers": ["gma:few"]}, "'few' in 'gma:few' must be a dtype"),
     "bad variance": ({"mixers": ["gma:4:variance=-1"]}, "'variance=-1' in"),
     "components of sdpa": ({"mixers": ["sdpa:4"]}, "'4' in 'sdpa:4' must be a dtype"),
+    "window of nothing": ({"mixers": ["gma:4:window=8"]}, "window in 'gma:4:window=8' goes with hybrid or local"),
+    "sharp local heads": ({"mixers": ["gma:4:local:floor"]}, "local in 'gma:4:local:floor' has neither components"),
+    "trained hybrid": ({"mixers": ["gma:4:hybrid:trained"]}, "trained in 'gma:4:hybrid:trained' does not go with"),
     "no checkpoint": ({"mixers": ["gma:4:trained"]}, "needs --checkpoint"),
     "direction": ({"directions": ["left"]}, "--directions must be of bidirectional, causal, got 'left'"),
     "section": ({"sections": ["all"]}, "--sections must be of speed, memory, decoding, got 'all'"),
@@ -201,9 +204,13 @@ def test_products_are_counted():
     assert sum(p.multiply_adds for p in inside) / (8 * 2 * 4096) == 8 * (2 * d * K) + 6 * d * K
     assert block_products("gma", 2, 4096, 768, 12, K, False, 64, True, local_heads=12)[1] == []
     (local,) = window_products(2, 4096, 4, d, 128, is_causal=True, train=True)
-    assert local.multiply_adds == 7 * d * 128 * 4 * 2 * 4096
+    seen = sum(min(i + 1, 128) for i in range(4096))
+    assert local.multiply_adds == pytest.approx(7 * d * seen * 4 * 2)
     (local,) = window_products(2, 4096, 4, d, 128, is_causal=False, train=False)
-    assert local.multiply_adds == pytest.approx(2 * d * 255 * 4 * 2 * 4096)
+    seen = sum(abs(i - j) < 128 for i in range(4096) for j in range(max(i - 200, 0), min(i + 200, 4096)))
+    assert local.multiply_adds == pytest.approx(2 * d * seen * 4 * 2)
+    (local,) = window_products(1, 64, 1, d, 128, is_causal=True, train=False)
+    assert local.multiply_adds == pytest.approx(2 * d * 64 * 65 / 2)
     assert multiply_adds("linformer", 4096, False, features=256) == (4 * 768**2, 2 * 256 * d + 2 * 256 * d)
 
 

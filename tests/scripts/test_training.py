@@ -332,6 +332,17 @@ def test_other_runs_are_left_alone(corpus, tmp_path):
         run(corpus, tmp_path / "run", max_steps=3, resume_from_checkpoint=str(tmp_path))
 
 
+def test_arguments_that_were_not_there_yet_are_as_by_default(corpus, tmp_path):
+    given = {"max_steps": 3, "resume_from_checkpoint": "latest"}
+    run(corpus, tmp_path / "run", **given)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    del results["given"]["position_embedding_type"]
+    (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+    assert run(corpus, tmp_path / "run", **given)["best_step"] == 3
+    with pytest.raises(SystemExit, match="was made with --position_embedding_type learned, not none"):
+        run(corpus, tmp_path / "run", position_embedding_type="none", **given)
+
+
 def test_a_variation_goes_on_with_what_it_learned(corpus, tmp_path):
     """The Auto classes do not know of its weights; a run that was stopped does."""
     given = {"max_steps": 6, "eval_steps": 3, "variation": "convolution", "resume_from_checkpoint": "latest"}

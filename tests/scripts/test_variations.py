@@ -3,6 +3,7 @@
 import pytest
 import torch
 from train_wikitext import prefix_error
+from transformers import AutoModelForCausalLM
 from variations import VARIATIONS, vary
 
 from baselines import build_twin
@@ -48,3 +49,16 @@ def test_write_gate_weighs_tokens():
     value = mixer.v_proj(states).unflatten(-1, (2, 8)).transpose(1, 2)
     expected = (induced / induced.sum(-1, keepdim=True)) @ value
     torch.testing.assert_close(seen[0].unflatten(-1, (2, 8)).transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_takes_it_for_a_model_of_its_own(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_components": 4}
+    for mixer in ("gma", "linear"):
+        model = build_twin(GMAConfig(vocab_size=50, **sizes), mixer)
+        vary(model, "write_gate")
+        model.save_pretrained(tmp_path / mixer)
+        with pytest.raises(ValueError, match="gma_varied"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / mixer)
+    local = build_twin(GMAConfig(vocab_size=50, **sizes, layer_types=["sliding_attention"]), "gma")
+    with pytest.raises(ValueError, match="must not be write_gate where a layer has no memory"):
+        vary(local, "write_gate")
