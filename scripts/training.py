@@ -191,6 +191,10 @@ class ModelArguments(LoopArguments):
     num_attention_heads: int = field(default=8, metadata={"help": "Heads in each block."})
     num_components: int = field(default=128, metadata={"help": "Mixture components in each head, K."})
     hidden_dropout: float = field(default=0.0, metadata={"help": "Dropout."})
+    routing_dim: int | None = field(
+        default=None, metadata={"help": "Of queries and keys in a head; by default its share."}
+    )
+    value_dim: int | None = field(default=None, metadata={"help": "Of values in a head; by default its share."})
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
     layer_types: str | None = field(
         default=None,
@@ -228,6 +232,8 @@ class ModelArguments(LoopArguments):
             num_attention_heads=self.num_attention_heads,
             num_components=self.num_components,
             hidden_dropout=self.hidden_dropout,
+            routing_dim=self.routing_dim,
+            value_dim=self.value_dim,
             position_embedding_type=self.position_embedding_type,
             layer_types=kinds,
             num_local_heads=self.num_local_heads,
@@ -244,7 +250,7 @@ class DecoderArguments(ModelArguments):
     )
     variation: str | None = field(
         default=None,
-        metadata={"help": f"For ablations alone, a part that is not in the mixer: {', '.join(VARIATIONS)}."},
+        metadata={"help": f"For ablations alone, what is not in the mixer, by commas: {', '.join(VARIATIONS)}."},
     )
 
     def __post_init__(self):
@@ -253,7 +259,8 @@ class DecoderArguments(ModelArguments):
             raise ValueError(f'--forget_gate goes with --mixer gma, linear or performer, got "{self.mixer}".')
         if self.variation is not None and self.push_to_hub:
             raise ValueError("--push_to_hub does not go with --variation: no class loads such a model.")
-        if self.variation is not None and (self.variation not in VARIATIONS or self.mixer == "mamba"):
+        named = self.variation.split(",") if self.variation else []
+        if not set(named) <= set(VARIATIONS) or (named and self.mixer == "mamba"):
             raise ValueError(
                 f"--variation must be of {', '.join(VARIATIONS)}, and not with --mixer mamba, got {self.variation!r}."
             )

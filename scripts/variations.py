@@ -109,13 +109,13 @@ VARIATIONS = {
 }
 
 
-def vary(model: nn.Module, name: str) -> None:
-    """Give every mixer of a model one of `VARIATIONS`."""
-    config = model.config
-    if name == "write_gate" and 0 in [
+def vary(model: nn.Module, names: str) -> None:
+    """Give every mixer of a model some of `VARIATIONS`, named with commas between."""
+    config, names = model.config, names.split(",")
+    if "write_gate" in names and 0 in [
         getattr(layer.mixer, "num_mixture_heads", 1) for layer in model.base_model.layers
     ]:
-        raise ValueError(f"`name` must not be write_gate where a layer has no memory, got {config.layer_types}.")
+        raise ValueError(f"`names` must be without write_gate where a layer has no memory, got {config.layer_types}.")
     # Saved, it is no model that another class may take for its own.
     config.__class__ = type(f"Varied{type(config).__name__}", (type(config),), {"model_type": "gma_varied"})
     for layer in model.base_model.layers:
@@ -123,4 +123,5 @@ def vary(model: nn.Module, name: str) -> None:
             raise ValueError(
                 f"`model` must have mixers with queries, keys and values, got {type(layer.mixer).__name__}."
             )
-        VARIATIONS[name](layer.mixer, config)
+        for name in names:
+            VARIATIONS[name](layer.mixer, config)

@@ -10,7 +10,7 @@ from baselines import build_twin
 from modeling_gma import GMAConfig
 
 
-@pytest.mark.parametrize("name", VARIATIONS)
+@pytest.mark.parametrize("name", [*VARIATIONS, "convolution,write_gate,output_gate"])
 @pytest.mark.parametrize("mixer", ["gma", "linear", "performer"])
 def test_variations(mixer, name):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_components": 8}
@@ -60,5 +60,5 @@ def test_nothing_takes_it_for_a_model_of_its_own(tmp_path):
         with pytest.raises(ValueError, match="gma_varied"):
             AutoModelForCausalLM.from_pretrained(tmp_path / mixer)
     local = build_twin(GMAConfig(vocab_size=50, **sizes, layer_types=["sliding_attention"]), "gma")
-    with pytest.raises(ValueError, match="must not be write_gate where a layer has no memory"):
+    with pytest.raises(ValueError, match="must be without write_gate where a layer has no memory"):
         vary(local, "write_gate")
