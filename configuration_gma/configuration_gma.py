@@ -60,6 +60,8 @@ class GMAConfig(PreTrainedConfig):
         forget_gate (`bool`, defaults to `False`):
             Whether each GMA head scales its memory before each token by a learned, token-dependent factor. Causal
             only.
+        output_gate (`bool`, defaults to `False`):
+            Whether a token scales what the heads bring it, value by value, by a learned factor from 0 to 2.
         layer_types (`list[str]`, *optional*):
             What each layer is, by transformers' names: `"linear_attention"`, all heads GMA, which is the default;
             `"hybrid_sliding"`, the first `num_local_heads` heads exact softmax attention within `sliding_window` and
@@ -119,6 +121,7 @@ class GMAConfig(PreTrainedConfig):
     chunk_size: int = 64
     initializer_range: float = 0.02
     forget_gate: bool = False
+    output_gate: bool = False
     layer_types: list[str] | None = None
     num_local_heads: int | None = None
     sliding_window: int = 128

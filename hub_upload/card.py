@@ -241,7 +241,7 @@ def training(results: dict, data: dict | None) -> str:
 def architecture(model: PreTrainedModel) -> str:
     config = model.config
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_components", "vocab_size")
-    names += ("position_embedding_type", "is_causal", "forget_gate")
+    names += ("position_embedding_type", "is_causal", "forget_gate", "output_gate")
     rows = {name: getattr(config, name) for name in names}
     if config.position_embedding_type == "learned":
         rows["max_position_embeddings"] = config.max_position_embeddings

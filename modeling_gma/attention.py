@@ -60,6 +60,18 @@ class GMAForgetGate(nn.Module):
         return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
 
 
+class GMAOutputGate(nn.Module):
+    """What a token lets through of the values that heads bring, a factor from 0 to 2 each, at the start about 1."""
+
+    def __init__(self, hidden_size: int, value_size: int):
+        super().__init__()
+        self.proj = Linear(hidden_size, value_size, bias=False)
+
+    def forward(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, N, value_size) and (B, N, hidden_size) -> (B, N, value_size)."""
+        return output * (2.0 * torch.sigmoid(self.proj(hidden_states))).view_as(output)
+
+
 class GMAQueryProjection(Linear):
     """Projection to the queries of all heads, of which the first `num_local_heads` have no mixture."""
 
@@ -109,6 +121,7 @@ class GMAAttention(nn.Module):
         self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
         self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)
+        self.output_gate = GMAOutputGate(config.hidden_size, value_size) if config.output_gate else None
         self.forget_gate = self.mixture_norm = None
         if self.num_mixture_heads and config.forget_gate:
             self.forget_gate = GMAForgetGate(config.hidden_size, self.num_mixture_heads)
@@ -219,8 +232,10 @@ class GMAAttention(nn.Module):
                 responsibilities = tuple(x.transpose(1, 2).reshape(shape).transpose(1, 2) for x in responsibilities)
         if past_key_values is not None:
             keep_count(past_key_values, tokens_seen, self.layer_idx)
-        output = self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
-        return output, weights, responsibilities
+        output = output.transpose(1, 2).reshape(batch, length, -1)
+        if self.output_gate is not None:
+            output = self.output_gate(output, hidden_states)
+        return self.o_proj(output), weights, responsibilities
 
     def _mix(self, query, key, value, past_key_values, output_attentions, output_responsibilities, **options):
         """Output of the GMA heads (B, H, N, d_v), and their weights and responsibilities where asked for."""

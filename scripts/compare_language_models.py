@@ -4,12 +4,12 @@
         --output_dir comparison --systems sdpa linear gma:64 gma:64:forget --seeds 0 1
 
 The YAML file is one of `train_wikitext.py`; flags that are not of this script go to it. Systems: a mixer, for GMA with
-its number of components, "forget" for a forget gate, "hybrid" for local heads beside GMA's or "local" for such heads
-alone, and flags of their own after "@", as in gma:64:hybrid@sliding_window=64@mixture_learning_rate=1e-2. Every run
-has a folder of its own, and one that was interrupted goes on where it was. Writes comparison.json, comparison.md and
-perplexity.png, of the systems and seeds that were asked for; runs that are there already are not made again. With
---speed_rounds, once all is trained, training steps of all systems are timed in turn on a machine that is best left
-alone meanwhile, and the table has those speeds.
+its number of components, "forget" for a forget gate, "gate" for an output gate, "hybrid" for local heads beside GMA's
+or "local" for such heads alone, and flags of their own after "@", as in
+gma:64:hybrid@sliding_window=64@mixture_learning_rate=1e-2. Every run has a folder of its own, and one that was
+interrupted goes on where it was. Writes comparison.json, comparison.md and perplexity.png, of the systems and seeds
+that were asked for; runs that are there already are not made again. With --speed_rounds, once all is trained, training
+steps of all systems are timed in turn on a machine that is best left alone meanwhile, and the table has those speeds.
 """
 
 from __future__ import annotations

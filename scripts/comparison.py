@@ -83,6 +83,8 @@ def system_flags(system: str) -> list[str]:
         if part == "forget":
             # What forgets knows how far back things are: no positions.
             flags += ["--forget_gate", "true", "--position_embedding_type", "none"]
+        elif part == "gate":
+            flags += ["--output_gate", "true"]
         elif part in LAYERS:
             # Local heads have rotary positions.
             flags += ["--layer_types", LAYERS[part][0], "--position_embedding_type", "none"]
@@ -90,7 +92,7 @@ def system_flags(system: str) -> list[str]:
             flags += ["--num_components", part]
         else:
             raise ValueError(
-                f"--systems: {system!r} has {part!r}, which is neither components nor forget, hybrid or local."
+                f"--systems: {system!r} has {part!r}, which is neither components nor forget, gate, hybrid or local."
             )
     for setting in settings:
         key, separator, value = setting.partition("=")
@@ -109,6 +111,7 @@ def label(system: str) -> str:
     else:
         text = NAMES.get(mixer, mixer)
     text += ", forget gate" if "forget" in parts else ""
+    text += ", output gate" if "gate" in parts else ""
     text += "".join(f", {LAYERS[part][1]}" for part in parts if part in LAYERS)
     return ", ".join([text, *settings])
 

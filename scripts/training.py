@@ -196,6 +196,10 @@ class ModelArguments(LoopArguments):
     )
     value_dim: int | None = field(default=None, metadata={"help": "Of values in a head; by default its share."})
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
+    output_gate: bool = field(
+        default=False,
+        metadata={"help": "Let tokens scale what heads bring them, any mixer's but mamba's (not in the paper)."},
+    )
     layer_types: str | None = field(
         default=None,
         metadata={"help": "linear_attention, hybrid_sliding or sliding_attention: one for all layers, or by commas."},
@@ -211,6 +215,10 @@ class ModelArguments(LoopArguments):
             raise ValueError(f"--mixer must be one of {['gma', *MIXERS]}, got {self.mixer!r}.")
         if self.push_to_hub and self.mixer != "gma":
             raise ValueError(f"--push_to_hub goes with --mixer gma, got {self.mixer!r}: baselines stay here.")
+        if self.output_gate and self.mixer == "mamba":
+            raise ValueError(
+                '--output_gate goes with any --mixer but mamba, which has a gate of its own, got "mamba".'
+            )
         if self.layer_types and self.mixer != "gma":
             raise ValueError(f'--layer_types goes with --mixer gma, got "{self.mixer}".')
         try:
@@ -235,6 +243,7 @@ class ModelArguments(LoopArguments):
             routing_dim=self.routing_dim,
             value_dim=self.value_dim,
             position_embedding_type=self.position_embedding_type,
+            output_gate=self.output_gate,
             layer_types=kinds,
             num_local_heads=self.num_local_heads,
             **fields,

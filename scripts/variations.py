@@ -28,23 +28,6 @@ class ShortConvolution(nn.Module):
         return F.conv1d(x, self.weight.to(x.dtype), groups=len(self.weight)).transpose(1, 2)
 
 
-class GatedOutput(nn.Module):
-    """What the heads bring, times what the token lets through, before the output projection."""
-
-    def __init__(self, mixer: nn.Module, hidden_size: int):
-        super().__init__()
-        self.proj = mixer.o_proj
-        self.gate = nn.Linear(hidden_size, self.proj.in_features, bias=False)
-        nn.init.zeros_(self.gate.weight)
-        mixer.register_forward_pre_hook(self._see, with_kwargs=True)
-
-    def _see(self, mixer, args, kwargs) -> None:
-        self.seen = args[0] if args else kwargs["hidden_states"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.proj(x * (2 * torch.sigmoid(self.gate(self.seen))))
-
-
 class WriteGate(nn.Module):
     """How much of itself a token writes into a memory of each head, instead of all tokens as much.
 
@@ -89,10 +72,6 @@ def convolve(mixer: nn.Module, config) -> None:
         setattr(mixer, name, nn.Sequential(projection, ShortConvolution(projection.out_features)))
 
 
-def gate_output(mixer: nn.Module, config) -> None:
-    mixer.o_proj = GatedOutput(mixer, config.hidden_size)
-
-
 def normalise_output(mixer: nn.Module, config) -> None:
     mixer.o_proj = NormalisedOutput(mixer, config.num_attention_heads)
 
@@ -104,7 +83,6 @@ def gate_writing(mixer: nn.Module, config) -> None:
 VARIATIONS = {
     "convolution": convolve,
     "write_gate": gate_writing,
-    "output_gate": gate_output,
     "output_norm": normalise_output,
 }
 

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as CacheLayer
 
-from modeling_gma.attention import cached_count, count_tokens, keep_count
+from modeling_gma.attention import GMAOutputGate, cached_count, count_tokens, keep_count
 from modeling_gma.linear import Linear
 
 
@@ -135,6 +135,7 @@ class ProjectedMixer(Mixer):
         self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
         self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)
+        self.output_gate = GMAOutputGate(config.hidden_size, value_size) if config.output_gate else None
 
     def mix(self, hidden_states, source, attention_mask, past_key_values, position_ids, is_causal, **options):
         query, key, value = self.q_proj(hidden_states), self.k_proj(source), self.v_proj(source)
@@ -151,7 +152,10 @@ class ProjectedMixer(Mixer):
             is_causal=is_causal,
             **options,
         )
-        return self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)), weights
+        output = output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)
+        if self.output_gate is not None:
+            output = self.output_gate(output, hidden_states)
+        return self.o_proj(output), weights
 
 
 def valid_first(attention_mask: torch.Tensor, *tensors: torch.Tensor, last: bool = False) -> list[torch.Tensor]:

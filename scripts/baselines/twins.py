@@ -99,6 +99,8 @@ class TwinConfig(GMAConfig):
             raise ValueError(f'`routing_dim` must be even with the mixer "sdpa_rope", got {self.routing_dim}.')
         if vars(self)["layer_types"] is not None:
             raise ValueError(f"`layer_types` goes with GMA's mixer alone, got {self.layer_types}.")
+        if self.output_gate and self.mixer == "mamba":
+            raise ValueError('`output_gate=True` goes with any mixer but "mamba", which has a gate of its own.')
         if self.output_responsibilities:
             raise ValueError("`output_responsibilities=True` needs a mixture, which no mixer but GMA's has.")
 

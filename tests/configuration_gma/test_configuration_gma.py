@@ -27,6 +27,7 @@ def test_defaults_are_the_papers_decoder():
         "classifier_pooling": "last",
         "output_responsibilities": False,
         "forget_gate": False,
+        "output_gate": False,
     }
     assert {name: getattr(config, name) for name in expected} == expected
     assert config.model_type == "gma"

@@ -84,6 +84,21 @@ def test_forget_gate_starts_by_keeping(tiny_config):
     assert (log_decay.exp() > 0.98).all() and (log_decay < 0).all()
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_output_gate_scales_what_heads_bring(is_causal, tiny_config):
+    plain = GMAAttention(tiny_config(is_causal=is_causal))
+    gated = GMAAttention(tiny_config(is_causal=is_causal, output_gate=True))
+    gated.load_state_dict(plain.state_dict(), strict=False)
+    x, seen = torch.randn(2, 9, 32), []
+    for mixer in (plain, gated):
+        mixer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        mixer(x)
+    expected = seen[0] * 2 * torch.sigmoid(x @ gated.output_gate.proj.weight.T)
+    torch.testing.assert_close(seen[1], expected)
+    torch.nn.init.zeros_(gated.output_gate.proj.weight)
+    assert torch.equal(gated(x)[0], plain(x)[0])
+
+
 def test_score_weights_are_kept_with_the_state_they_belong_to(tiny_config):
     """Single tokens take them from the cache; a new cache, and several tokens at a time, look at the mixture again."""
     mixer = GMAAttention(tiny_config(), layer_idx=0).eval()

@@ -42,8 +42,9 @@ HEADS = {
     GMAForTokenClassification: AutoModelForTokenClassification,
 }
 POSITIONS = ("learned", "sinusoidal", "none")
+GATES = {"forget_gate": True, "output_gate": True}
 LOCAL = [
-    {"layer_types": ["hybrid_sliding"] * 2, "sliding_window": 5, "forget_gate": True},
+    {"layer_types": ["hybrid_sliding"] * 2, "sliding_window": 5} | GATES,
     {"layer_types": ["sliding_attention", "hybrid_sliding"], "sliding_window": 5, "position_embedding_type": "none"},
 ]
 
@@ -440,7 +441,7 @@ def test_pooling(pooling, is_causal, tiny_config):
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 40, 100])
-@pytest.mark.parametrize("changes", [{}, {"forget_gate": True}, *LOCAL])
+@pytest.mark.parametrize("changes", [{}, GATES, *LOCAL])
 def test_prefix_is_bit_identical(length, changes, tiny_config):
     model = GMAForCausalLM(tiny_config(**changes)).eval()
     tokens = make_tokens(length=length)
@@ -475,7 +476,7 @@ def padded_variants(tokens):
     "changes",
     [
         *({"is_causal": c, "position_embedding_type": p} for c in (True, False) for p in POSITIONS),
-        {"forget_gate": True},
+        GATES,
         *LOCAL,
         LOCAL[1] | {"is_causal": False},
     ],
@@ -524,9 +525,7 @@ def test_all_padding_is_finite(tiny_config):
         assert outputs.logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "changes", [{"forget_gate": True}, {"is_causal": False}, LOCAL[0], LOCAL[1] | {"is_causal": False}]
-)
+@pytest.mark.parametrize("changes", [GATES, {"is_causal": False}, LOCAL[0], LOCAL[1] | {"is_causal": False}])
 @pytest.mark.parametrize(
     "sent",
     [
@@ -602,9 +601,7 @@ def test_packing_in_several_rows_by_position_ids(changes, tiny_config):
 # Decoding
 
 
-@pytest.mark.parametrize(
-    "changes", [*({"position_embedding_type": p} for p in POSITIONS), {"forget_gate": True}, *LOCAL]
-)
+@pytest.mark.parametrize("changes", [*({"position_embedding_type": p} for p in POSITIONS), GATES, *LOCAL])
 def test_continuing_equals_parallel(changes, tiny_config):
     """In pieces of any size, single tokens included."""
     model = GMAForCausalLM(tiny_config(**changes)).eval()
@@ -630,7 +627,7 @@ def test_4096_single_steps_equal_parallel(tiny_config):
     assert (torch.cat(steps, dim=1) - expected).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, {"forget_gate": True}, *LOCAL])
+@pytest.mark.parametrize("changes", [{}, GATES, *LOCAL])
 @torch.no_grad()
 def test_padding_while_continuing(changes, tiny_config):
     """Padding in a continued segment, single padding tokens included, leaves the state and later logits alone."""
@@ -709,7 +706,7 @@ def test_a_million_tokens():
     assert prefill(1_000_000) <= prefill(10_000) + input_bytes + 20_000_000
 
 
-@pytest.mark.parametrize("changes", [{"forget_gate": True}, *LOCAL])
+@pytest.mark.parametrize("changes", [GATES, *LOCAL])
 def test_gradients_flow_through_a_cache(changes, tiny_config):
     """Truncated or not, training over segments works, and equals training over the whole."""
     model = GMAForCausalLM(tiny_config(**changes)).eval()
@@ -755,9 +752,7 @@ def test_generation_with_cache_equals_without(mode, lm):
         assert torch.equal(result, results[0])
 
 
-@pytest.mark.parametrize(
-    "changes", [*({"position_embedding_type": p} for p in POSITIONS), {"forget_gate": True}, *LOCAL]
-)
+@pytest.mark.parametrize("changes", [*({"position_embedding_type": p} for p in POSITIONS), GATES, *LOCAL])
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_left_padded_prompts_generate_as_alone(changes, num_beams, tiny_config):
     model = GMAForCausalLM(tiny_config(eos_token_id=None, **changes)).eval()
@@ -939,7 +934,7 @@ def test_compiled_packing_in_one_graph(tiny_config):
         torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"forget_gate": True}])
+@pytest.mark.parametrize("changes", [{}, GATES])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_compiled_graph_serves_many_lengths(changes, packed, tiny_config):
     torch.compiler.reset()

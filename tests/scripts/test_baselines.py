@@ -573,6 +573,21 @@ def features_of(mixer):
     return favor
 
 
+@pytest.mark.parametrize("name", [name for name in MIXERS if name not in ("mamba", "linformer")])
+def test_twins_with_an_output_gate(name, tiny_config):
+    positions = {"position_embedding_type": "none"} if name == "sdpa_rope" else {}
+    gated = build_mixer(tiny_config(output_gate=True, **positions), name)
+    plain = build_mixer(tiny_config(**positions), name)
+    plain.load_state_dict({key: value for key, value in gated.state_dict().items() if "output_gate" not in key})
+    x, seen = torch.randn(2, 9, 32), []
+    for mixer in (plain, gated):
+        mixer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        mixer(x)
+    torch.testing.assert_close(seen[1], seen[0] * 2 * torch.sigmoid(x @ gated.output_gate.proj.weight.T))
+    with pytest.raises(ValueError, match='`output_gate=True` goes with any mixer but "mamba"'):
+        build_mixer(tiny_config(output_gate=True), "mamba")
+
+
 @pytest.mark.parametrize("name", ["linear", "performer"])
 @pytest.mark.parametrize(("is_causal", "forget_gate"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("padded", [False, True])
