@@ -31,6 +31,7 @@ NAMES = {
     "eager": "MHA, eager",
 }
 LAYERS = {"hybrid": ("hybrid_sliding", "local heads"), "local": ("sliding_attention", "local heads alone")}
+LISTS = ("forget_gate_bias", "num_pairs")
 MARKERS = "os^vDPX*<>"
 
 
@@ -98,7 +99,8 @@ def system_flags(system: str) -> list[str]:
         key, separator, value = setting.partition("=")
         if not separator:
             raise ValueError(f"--systems: {system!r} has {setting!r}, which is not name=value.")
-        flags += [f"--{key}", value]
+        # Several values have commas between.
+        flags += [f"--{key}", *value.split(",")] if key in LISTS else [f"--{key}", value]
     return flags
 
 

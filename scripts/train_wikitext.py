@@ -34,7 +34,7 @@ from variations import vary
 
 from baselines import build_twin
 from modeling_gma import GMAConfig, GMAForCausalLM
-from modeling_gma.attention import GMAQueryProjection
+from modeling_gma.attention import GMAForgetGate, GMAQueryProjection
 from modeling_gma.mixture import MEAN_SCALE, SCORE_SPREAD, GaussianMixture
 
 
@@ -68,9 +68,15 @@ class Arguments(DecoderArguments):
         default=None,
         metadata={"help": "How far from zero queries begin, in routing vectors; see modeling_gma.attention."},
     )
+    forget_gate_bias: list[float] | None = field(
+        default=None,
+        metadata={"help": "Bias of forget gates at the start: one, or of the first and last head, evenly between."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        if self.forget_gate_bias is not None and len(self.forget_gate_bias) not in (1, 2):
+            raise ValueError(f"--forget_gate_bias must be one number or two, got {self.forget_gate_bias}.")
         if self.block_size < 2:
             raise ValueError(f"--block_size must be at least 2, got {self.block_size}.")
         if self.train_tokenizer and self.train_tokenizer < 257:
@@ -138,6 +144,9 @@ class LanguageModelling(Task):
             elif isinstance(module, GMAQueryProjection) and arguments.query_bias is not None:
                 torch.nn.init.zeros_(module.bias)
                 module.reset_bias(routing_std, arguments.query_bias)
+            elif isinstance(module, GMAForgetGate) and arguments.forget_gate_bias is not None:
+                first, last = arguments.forget_gate_bias[0], arguments.forget_gate_bias[-1]
+                module.bias.data = torch.linspace(first, last, len(module.bias))
         if arguments.variation is not None:
             vary(self.model, arguments.variation)
         accelerator.print(

@@ -332,6 +332,14 @@ def test_other_runs_are_left_alone(corpus, tmp_path):
         run(corpus, tmp_path / "run", max_steps=3, resume_from_checkpoint=str(tmp_path))
 
 
+def test_forget_gates_begin_where_they_are_told(corpus, tmp_path):
+    given = arguments(corpus, tmp_path / "run", forget_gate=True, forget_gate_bias=[1.0, 5.0])
+    model = LanguageModelling(given, given.make_accelerator()).model
+    assert [layer.mixer.forget_gate.bias.tolist() for layer in model.model.layers] == [[1.0, 5.0]] * 2
+    with pytest.raises(ValueError, match="--forget_gate_bias must be one number or two"):
+        arguments(corpus, tmp_path / "run", forget_gate_bias=[1.0, 2.0, 3.0])
+
+
 def test_arguments_that_were_not_there_yet_are_as_by_default(corpus, tmp_path):
     given = {"max_steps": 3, "resume_from_checkpoint": "latest"}
     run(corpus, tmp_path / "run", **given)
