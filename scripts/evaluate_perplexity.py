@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import baselines  # noqa: F401  (registers twins, and GMA, with the Auto classes)
+from hub_upload.export import without_paths
 
 
 @dataclass
@@ -277,7 +278,8 @@ def main() -> None:
     if arguments.output_file:
         path = Path(arguments.output_file).expanduser().resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, results)
+        # To be shown to others, whose folders are not these.
+        write_json(path, without_paths(results))
     if arguments.figure_file:
         path = Path(arguments.figure_file).expanduser().resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
