@@ -172,38 +172,48 @@ def permutation_baseline(
     return {name: (value.mean().item(), value.std().item()) for name, value in values.items()}
 
 
-def _sums_of_heads(piece: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Sums over the tokens of (H, T, K), of each head and last of their average, and that average (1, T, K)."""
-    average = piece.new_zeros(1, *piece.shape[1:])
-    # One head at a time on CPU, while it is in the cache: statistics are mostly reading.
-    parts = piece.split(1 if piece.device.type == "cpu" else max(len(piece), 1))
-    logs = piece.new_empty(max(len(parts[0]), 1), *piece.shape[1:])
-    sums = []
-    for heads in parts:
-        sums.append(_sums_of_tokens(heads, logs[: len(heads)]))
-        average += heads if len(heads) == 1 else heads.sum(0, keepdim=True)
-    average /= max(len(piece), 1)
-    sums.append(_sums_of_tokens(average, logs[:1]))
-    return {name: torch.cat([part[name] for part in sums]) for name in sums[0]}, average
+def _sums(piece: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Of (H, T, K), for each head and last for their average: hard assignments, and sums over the tokens.
 
-
-def _sums_of_tokens(responsibilities: torch.Tensor, logs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Hard assignments of (G, T, K), and sums over the tokens; `logs` is room for as many numbers."""
-    assignments = hard_assignments(responsibilities)
-    torch.clamp(responsibilities, min=torch.finfo(logs.dtype).tiny, out=logs)
-    if logs.device.type == "cpu":
-        # numpy's logarithm is several times as fast as torch's.
-        np.log(logs.numpy(), out=logs.numpy())
-    else:
-        logs.log_()
-    with full_precision(logs.device):
-        entropies = 0.0 - (logs.flatten(1).unsqueeze(1) @ responsibilities.flatten(1).unsqueeze(2)).flatten()
-    return {
-        "assignments": assignments,
-        "usage": responsibilities.sum(1),
-        "entropy": entropies,
-        "largest": responsibilities.gather(-1, assignments.unsqueeze(-1)).sum((-2, -1)),
+    Returns them and that average, (T, K).
+    """
+    groups = torch.cat([piece, piece.mean(0, keepdim=True)])
+    sums = {
+        "assignments": hard_assignments(groups),
+        "usage": groups.sum(1),
+        "largest": groups.amax(-1).sum(-1),
+        "entropy": entropy(groups).sum(-1),
     }
+    return sums, groups[-1]
+
+
+def _sums_on_cpu(piece: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same by numpy, whose logarithm and argmax are several times as fast as torch's, and whose calls are short.
+
+    One head at a time, while it is in the cache: statistics are mostly reading.
+    """
+    heads, tokens, components = piece.shape
+    piece = piece.numpy()
+    average, logs = np.zeros_like(piece, shape=(tokens, components)), np.empty_like(piece, shape=(tokens, components))
+    sums = {
+        "assignments": np.empty((heads + 1, tokens), np.int64),
+        "usage": np.empty((heads + 1, components), piece.dtype),
+        "largest": np.empty(heads + 1, piece.dtype),
+        "entropy": np.empty(heads + 1, piece.dtype),
+    }
+    tiny, ones, places = np.finfo(piece.dtype).tiny, np.ones(tokens, piece.dtype), np.arange(tokens)
+    for group, responsibilities in enumerate([*piece, average]):
+        if group < heads:
+            average += responsibilities
+        else:
+            average /= max(heads, 1)
+        assignments = responsibilities.argmax(-1, out=sums["assignments"][group])
+        np.dot(ones, responsibilities, out=sums["usage"][group])
+        sums["largest"][group] = responsibilities[places, assignments].sum()
+        # So small that it changes zeros alone.
+        np.log2(np.add(responsibilities, tiny, out=logs), out=logs)
+        sums["entropy"][group] = 0.0 - math.log(2) * np.vdot(logs, responsibilities)
+    return {name: torch.from_numpy(values) for name, values in sums.items()}, torch.from_numpy(average)
 
 
 class RunningStatistics:
@@ -265,11 +275,11 @@ class RunningStatistics:
             place = slice(start, start + self._piece_length(responsibilities))
             piece = responsibilities[row, :, place]
             piece = piece if mask is None else piece[:, mask[row, place]]
-            sums, average = _sums_of_heads(piece)
+            sums, average = _sums_on_cpu(piece) if piece.device.type == "cpu" else _sums(piece)
             pieces.append(sums)
             if self.moments_every:
                 every = slice(-seen % self.moments_every, None, self.moments_every)
-                some.append(torch.cat([piece[:, every], average[:, every]]))
+                some.append(torch.cat([piece[:, every], average[every].unsqueeze(0)]))
             seen += piece.shape[1]
         if not pieces:
             return torch.zeros(heads + 1, 0, dtype=torch.long, device=responsibilities.device)

@@ -303,6 +303,15 @@ def test_permutation_baseline_of_one_category():
         permutation_baseline(torch.tensor([[3]]), permutations=1)
 
 
+def test_sums_are_the_same_elsewhere(gamma):
+    """What other devices do, on this one."""
+    (sums, average), (found, found_average) = diagnostics._sums(gamma[0][0]), diagnostics._sums_on_cpu(gamma[0][0])
+    assert found.keys() == sums.keys()
+    for name, value in sums.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    torch.testing.assert_close(found_average, average, rtol=1e-12, atol=1e-12)
+
+
 def test_sums_do_not_grow(gamma):
     statistics = gathered(gamma[0], torch.zeros(BATCH, TOKENS, dtype=torch.long), 1, moments=1)
 
