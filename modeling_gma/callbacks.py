@@ -51,7 +51,10 @@ class MixtureHealthCallback(TrainerCallback):
         was_training = model.training
         health = mixture_health(model.eval().base_model, **inputs)
         model.train(was_training)
+        # A log of ours must not pass for the one of the loss that is due.
+        is_due = control.should_log
         self.trainer.log({f"mixture/{name}": value for name, value in health.items()})
+        self.trainer.control.should_log = is_due
         warning = collapse_warning(health, model.config.num_components)
         if warning:
             logger.warning(f"Step {state.global_step}: {warning}")

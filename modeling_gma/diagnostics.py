@@ -21,7 +21,7 @@ from .mixture import GaussianMixture
 # Below this share of the largest, an eigenvalue of moments is what rounding left of zero.
 ROUNDING = 1e-13
 
-# A head whose usage has a smaller entropy, over log K, has collapsed: of 128 components it uses about three.
+# A head whose keys have a usage of smaller entropy, over log K, has collapsed: of 128 components it uses about three.
 COLLAPSED = 0.25
 
 # Responsibilities of a head that statistics look at together on CPU, half a megabyte of float32.
@@ -364,31 +364,36 @@ class RunningStatistics:
 
 @torch.no_grad()
 def mixture_health(model: nn.Module, **inputs) -> dict[str, float]:
-    """Figures to watch while a model trains, over all GMA heads of all layers; keys and queries together, no padding.
+    """Figures to watch while a model trains, over all GMA heads of all layers, queries and keys; padding left out.
 
-    Beside the means, the smallest `usage_entropy` of any head, and which it is: near zero, its components have
-    collapsed into one. `collapse_warning` says so in words. Heads are counted from the first GMA head of their layer.
+    Beside the means, those of queries and keys alone, and the smallest `usage_entropy` of any head's keys, and which
+    it is: near zero, all tokens are written into one slot, and `collapse_warning` says so in words. Queries that all
+    go to a few slots are another thing: they weigh the keys. Heads are counted from the first GMA head of their layer.
     """
     variances = [module()[1] for module in model.modules() if isinstance(module, GaussianMixture)]
     if not variances:
         raise ValueError("`model` has no mixture to look at: none of its layers has GMA heads.")
     outputs = model(**inputs, output_responsibilities=True, use_cache=False)
-    layers = []
-    for sides in outputs.responsibilities:
-        statistics = RunningStatistics()
-        for responsibilities in sides:
+    sides, places = {"query": [], "key": []}, []
+    for number, pair in enumerate(outputs.responsibilities):
+        places += [(number, head) for head in range(pair[0].shape[1])]
+        for layers, responsibilities in zip(sides.values(), pair):
+            statistics = RunningStatistics()
             statistics.update(responsibilities, mask=inputs.get("attention_mask"))
-        layers.append({name: heads[:-1] for name, heads in statistics.summary().items()})
-    figures = {name: torch.cat([layer[name] for layer in layers]) for name in layers[0]}
-    places = [(number, head) for number, layer in enumerate(layers) for head in range(len(layer["usage_entropy"]))]
-    smallest = figures["usage_entropy"].argmin()
+            layers.append({name: heads[:-1] for name, heads in statistics.summary().items()})
+    query, key = (
+        {name: torch.cat([layer[name] for layer in layers]) for name in layers[0]} for layers in sides.values()
+    )
+    smallest = key["usage_entropy"].argmin()
     return {
-        **{name: values.mean().item() for name, values in figures.items()},
-        "smallest_usage_entropy": figures["usage_entropy"][smallest].item(),
+        **{name: torch.cat([query[name], key[name]]).mean().item() for name in key},
+        "query_usage_entropy": query["usage_entropy"].mean().item(),
+        "key_usage_entropy": key["usage_entropy"].mean().item(),
+        "smallest_usage_entropy": key["usage_entropy"][smallest].item(),
         "smallest_usage_layer": places[smallest][0],
         "smallest_usage_head": places[smallest][1],
-        "smallest_effective_components": figures["effective_components"][smallest].item(),
-        "collapsed_heads": int((figures["usage_entropy"] < COLLAPSED).sum()),
+        "smallest_effective_components": key["effective_components"][smallest].item(),
+        "collapsed_heads": int((key["usage_entropy"] < COLLAPSED).sum()),
         "smallest_variance": min(variance.min().item() for variance in variances),
     }
 
@@ -401,7 +406,7 @@ def collapse_warning(health: dict[str, float], num_components: int) -> str | Non
     more = f", and {others} more head{'s' if others > 1 else ''} like it" if others else ""
     return (
         f"Components have collapsed: head {health['smallest_usage_head']} of layer {health['smallest_usage_layer']} "
-        f"uses about {health['smallest_effective_components']:.1f} of its {num_components} (usage entropy "
+        f"writes into about {health['smallest_effective_components']:.1f} of its {num_components} (usage entropy "
         f"{health['smallest_usage_entropy']:.2f}, below {COLLAPSED}){more}. It mixes nearly all tokens alike. "
         f"Smaller learning rates for the mixtures, or a longer warmup, may keep them apart."
     )

@@ -32,13 +32,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from arguments import parse
+from arguments import parse, usable_device
 from data.labelled import LabelledText, load_labelled
 from data.wikitext import load_tokenizer
 from explorer import Passage, write_explorer
-from files import write_json, write_text
+from files import writable_folder, write_json, write_text
 from memory import keep_freed_memory, peak_memory
-from responsibility_figures import Routing, visible, write_figures, write_grid
+from responsibility_figures import FIGURES, GRID, Routing, visible, write_figures, write_grid
 from responsibility_report import category_rows, component_rows, layer_rows, permutation_rows, report_lines
 from tqdm.auto import tqdm
 from training import versions
@@ -64,6 +64,10 @@ SIDES = ("query", "key")
 
 # Tokens, spread over the text, that effective rank and principal axes are worked out from: more would cost time only.
 MOMENTS = 8192
+
+TABLES = ("categories.csv", "components.csv", "permutation.csv", "layers.csv")
+FIGURES_WRITTEN = [f"{name}.{kind}" for name in (*FIGURES, GRID) for kind in ("png", "svg")]
+WRITTEN = [*TABLES, *FIGURES_WRITTEN, "report.md", "statistics.json", "explorer.html"]
 
 # Tokens whose responsibilities are kept for the PCA figures, and tokens listed for a component.
 SAMPLE, FREQUENT = 4000, 8
@@ -174,8 +178,11 @@ class Analysis:
         progress.close()
         for hook in hooks:
             hook.remove()
-        if not self.statistics[0]["query"].count:
+        count = self.statistics[0]["query"].count
+        if not count:
             raise SystemExit(f"--leave_out {self.arguments.leave_out!r} leaves no token.")
+        if self.arguments.leave_out and count == total:
+            print(f"--leave_out {self.arguments.leave_out!r} is nowhere in the text: nothing was left out.")
         self.passage = self._passage()
 
     def _take(self, outputs, ids, labels, counts, sampled) -> None:
@@ -266,7 +273,8 @@ class Analysis:
         # One component has one axis, along which nothing lies.
         axes = torch.nn.functional.pad(axes, (0, 0, 0, 2 - len(axes)))
         passage = self.passage.layers[self.layer][SIDES.index(arguments.side)]
-        of_heads = f"average of {self.heads} heads" if name == "average" else f"head {group}"
+        plural = "s" if self.heads > 1 else ""
+        of_heads = f"average of {self.heads} head{plural}" if name == "average" else f"head {group}"
         return Routing(
             title=f"layer {self.layer}, {of_heads}",
             names=self.text.names,
@@ -301,6 +309,17 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().cpu().float().numpy() if tensor.dtype == torch.bfloat16 else tensor.detach().cpu().numpy()
 
 
+def remove_earlier(folder: Path) -> None:
+    """Take away what an analysis wrote there before: its heads or layer may have been others."""
+    for place in [folder, *folder.glob("head_*")]:
+        # What marks a place as one of ours.
+        if (place / "components.csv").exists() or (place / "statistics.json").exists():
+            for name in WRITTEN:
+                (place / name).unlink(missing_ok=True)
+            if place != folder and not any(place.iterdir()):
+                place.rmdir()
+
+
 def write_csv(path: Path, rows: list[dict]) -> None:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
@@ -316,7 +335,7 @@ def load_model(name: str, device: str, dtype: str) -> GMAModel:
         raise SystemExit(f"--model_name_or_path {name!r} cannot be loaded: {error}") from None
     if not isinstance(model, GMAModel):
         raise SystemExit(f"--model_name_or_path {name!r} is no GMA model but a {type(model).__name__}.")
-    heads = [layer.mixer.num_mixture_heads for layer in model.layers]
+    heads = [getattr(layer.mixer, "num_mixture_heads", 0) for layer in model.layers]
     if not all(heads) or len(set(heads)) > 1:
         raise SystemExit(
             f"--model_name_or_path {name!r} must have as many GMA heads in every layer, and at least one, got "
@@ -330,7 +349,7 @@ def main() -> None:
     keep_freed_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(arguments.device)
     model = load_model(arguments.model_name_or_path, device, arguments.dtype)
     config = model.config
     layers = config.num_hidden_layers
@@ -343,8 +362,7 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.tokenizer_name or arguments.model_name_or_path)
     if len(tokenizer) > config.vocab_size:
         raise SystemExit(f"The tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}.")
-    folder = Path(arguments.output_dir).expanduser().resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = writable_folder("--output_dir", arguments.output_dir)
     text = load_labelled(arguments, tokenizer, length)
     if text.count < arguments.sequences:
         print(f"The text has {text.count} whole sequences of {length} tokens, not {arguments.sequences}.")
@@ -357,6 +375,7 @@ def main() -> None:
 
 def write_results(analysis: Analysis, folder: Path) -> str:
     """Write all files; returns what to say of them."""
+    remove_earlier(folder)
     arguments = analysis.arguments
     layers, half_lives = analysis.layer_figures(), analysis.half_lives()
     results = {"layer": analysis.layer, "side": arguments.side, "tokens": analysis.statistics[0]["query"].count}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -30,10 +32,25 @@ def parse(arguments_class: type, description: str, argv: list[str] | None = None
     # Text goes through what its flag goes through: YAML takes 1e-3 for a word.
     parser.set_defaults(**settings)
     try:
-        (arguments,) = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+        arguments, rest = parser.parse_args_into_dataclasses(
+            args=argv, look_for_args_file=False, return_remaining_strings=True
+        )
     except ValueError as error:
         parser.error(str(error))
+    if rest:
+        known = [flag for flag in parser._option_string_actions if "-" not in flag[2:]]
+        near = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
+        parser.error(f"{' '.join(rest)}: no flag of {parser.prog}." + (f" Is {near[0]} meant?" if near else ""))
     return arguments
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of this name; without one a GPU, if there is any."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as error:
+        raise SystemExit(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 def _read(parser: HfArgumentParser, arguments_class: type, path: str) -> dict:

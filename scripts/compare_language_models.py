@@ -150,6 +150,8 @@ def main() -> None:
     parser.add_argument("config", nargs="?", help="YAML file of train_wikitext.py")
     parser.add_argument("--speed_rounds", type=int, default=0, help="time so many steps of each system, in turn")
     arguments, passed_on, folder = parse_known(parser)
+    if any(word.endswith((".yaml", ".yml")) for word in passed_on):
+        parser.error(f"one YAML file, got {arguments.config} and more: what systems differ in is part of their names.")
     if arguments.report_only:
         runs = json.loads((folder / "comparison.json").read_text())
         write_report(runs, folder)

@@ -148,11 +148,10 @@ def train_all(
         if not results.exists():
             print(f"run {number + 1} of {len(runs)}: {run.name}, seed {run.seed}", flush=True)
             command = [*launcher.split(), str(script)] if launcher else [sys.executable, str(script)]
-            try:
-                process = subprocess.Popen([*command, *run.flags, "--resume_from_checkpoint", "latest"])
-                code = _wait_for(process)
-            except KeyboardInterrupt:
-                raise SystemExit("\nInterrupted; the same command goes on from here.") from None
+            process = subprocess.Popen([*command, *run.flags, "--resume_from_checkpoint", "latest"])
+            code, is_asked = _wait_for(process, bool(launcher))
+            if is_asked:
+                raise SystemExit("\nInterrupted; the same command goes on from here.")
             if code or not results.exists():
                 how = f"with code {code}" if code else "early"
                 raise SystemExit(
@@ -168,14 +167,28 @@ def train_all(
     return found
 
 
-def _wait_for(process: subprocess.Popen) -> int:
-    """The end of a run. What asks us to stop asks it: it saves, and then both leave."""
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
+def _wait_for(process: subprocess.Popen, is_launched: bool) -> tuple[int, bool]:
+    """The exit code of a run, and whether we were asked to stop: then it is asked too, saves, and both leave."""
+    asked = []
+
+    def pass_on(number, _) -> None:
+        asked.append(number)
+        if number == signal.SIGTERM:
+            process.terminate()
+        elif len(asked) > 1:
+            process.send_signal(number)
+        else:
             print("\nsaving; interrupt again to leave at once", flush=True)
+            # At a terminal it was interrupted with us, and this asks for no more. Of a launcher it would be the end.
+            if not is_launched:
+                process.terminate()
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return process.wait(), bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def grouped(runs: list[dict], key: str = "system") -> dict[str, list[dict]]:

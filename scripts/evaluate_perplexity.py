@@ -29,9 +29,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F
-from arguments import parse
+from arguments import parse, usable_device
 from data.wikitext import Blocks, load_text, load_tokenizer, tokenize
-from files import write_figure, write_json
+from files import writable_folder, write_figure, write_json
 from matplotlib import pyplot
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
@@ -227,12 +227,16 @@ def main() -> None:
     arguments = parse(Arguments, __doc__)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    output_file, figure_file = (
+        path and writable_folder(flag, Path(path).expanduser().parent) / Path(path).name
+        for flag, path in (("--output_file", arguments.output_file), ("--figure_file", arguments.figure_file))
+    )
     files = {arguments.split: arguments.text_file} if arguments.text_file else None
     splits = load_text(arguments.dataset_name, arguments.dataset_config_name, arguments.text_column, files)
     if arguments.split not in splits:
         raise SystemExit(f"--split {arguments.split!r} is not there; there are {', '.join(splits)}.")
     rows = splits[arguments.split]
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(arguments.device)
     try:
         model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=arguments.dtype)
     except (OSError, ValueError) as error:
@@ -256,7 +260,7 @@ def main() -> None:
     if arguments.per_text:
         texts = [text for text in rows["text"] if text and text.strip()]
         if not texts:
-            raise SystemExit("There is no text to evaluate on.")
+            raise SystemExit("There is no text to evaluate on: all lines are blank.")
         found = text_perplexities(model, tokenizer, texts, window, arguments.per_device_eval_batch_size)
         results |= {"texts": len(found), "mean_perplexity": sum(found) / len(found)}
     else:
@@ -275,15 +279,11 @@ def main() -> None:
         if arguments.by_position:
             results["by_position"] = by_position(sums, counts, arguments.by_position)
     print(json.dumps(results, indent=1))
-    if arguments.output_file:
-        path = Path(arguments.output_file).expanduser().resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if output_file:
         # To be shown to others, whose folders are not these.
-        write_json(path, without_paths(results))
-    if arguments.figure_file:
-        path = Path(arguments.figure_file).expanduser().resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plot_positions(results["by_position"], getattr(model.config, "max_position_embeddings", None), path)
+        write_json(output_file, without_paths(results))
+    if figure_file:
+        plot_positions(results["by_position"], getattr(model.config, "max_position_embeddings", None), figure_file)
 
 
 if __name__ == "__main__":

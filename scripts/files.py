@@ -12,6 +12,19 @@ from matplotlib import pyplot
 PART = ".part"
 
 
+def writable_folder(flag: str, path: str | Path) -> Path:
+    """The folder, made if need be, once it is clear that it can be written to: before the work, not after it."""
+    folder = Path(path).expanduser().resolve()
+    probe = folder / f".{os.getpid()}{PART}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise SystemExit(f"{flag} {path} cannot be written to: {error.strerror or error}.") from None
+    return folder
+
+
 def write_text(path: Path, text: str) -> None:
     aside = path.with_name(path.name + PART)
     with open(aside, "w", encoding="utf-8") as file:

@@ -62,24 +62,14 @@ def visible(text: str) -> str:
 
 def write_figures(routing: Routing, folder: Path) -> None:
     pyplot.switch_backend("Agg")
-    figures = {
-        "heatmap": heatmap,
-        "category_composition": composition,
-        "usage": usage,
-        "purity": purity,
-        "token_strip": strip,
-        "pca_by_category": pca_by_category,
-        "pca_by_component": pca_by_component,
-        "query_against_key": query_against_key,
-    }
-    for name, draw in figures.items():
+    for name, draw in FIGURES.items():
         _write(folder / f"{name}.png", draw(routing))
 
 
 def write_grid(layers: list[dict], folder: Path) -> None:
     """Entropies of every layer and head, from what statistics.json says of the layers."""
     pyplot.switch_backend("Agg")
-    _write(folder / "layers_and_heads.png", grid(layers))
+    _write(folder / f"{GRID}.png", grid(layers))
 
 
 def _write(path: Path, figure) -> None:
@@ -94,6 +84,7 @@ def _titled(axis, words: str, routing: Routing, of: str | None = None) -> None:
 
 
 def category_colours(names: list[str]) -> list[str]:
+    """Colours of the first ones; the others share one."""
     return [COLOURS[number] if number < len(COLOURS) else REST for number in range(len(names))]
 
 
@@ -149,7 +140,11 @@ def usage(routing: Routing):
         ha="right",
         color="#882255",
     )
-    axis.set(xlabel="components, the most used first", ylabel="mean responsibility, %", xlim=(-0.5, components - 0.5))
+    axis.set(
+        xlabel="rank of the component, the most used first",
+        ylabel="mean responsibility, %",
+        xlim=(-0.5, components - 0.5),
+    )
     _titled(axis, "How much each component is used", routing)
     return figure
 
@@ -227,14 +222,23 @@ def _scatter(routing: Routing, words: str):
     return figure, axis
 
 
+def _dot(routing: Routing) -> float:
+    """The area of a point: where there are few they are larger."""
+    return min(max(5.0, 10_000 / max(len(routing.points), 1)), 30.0)
+
+
 def pca_by_category(routing: Routing):
     figure, axis = _scatter(routing, "Responsibilities by category")
     handles = []
     for number, (name, colour) in enumerate(zip(routing.names, category_colours(routing.names))):
         of_category = routing.points[routing.point_labels == number]
         if len(of_category):
-            axis.scatter(*of_category.T, s=5, color=colour, alpha=0.6, linewidths=0, rasterized=True)
-            handles.append(Patch(facecolor=colour, label=name))
+            axis.scatter(*of_category.T, s=_dot(routing), color=colour, alpha=0.6, linewidths=0, rasterized=True)
+            if colour != REST:
+                handles.append(Patch(facecolor=colour, label=name))
+    rest = len(routing.names) - len(COLOURS)
+    if rest > 0:
+        handles.append(Patch(facecolor=REST, label=routing.names[-1] if rest == 1 else f"{rest} others"))
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     return figure
 
@@ -243,7 +247,7 @@ def pca_by_component(routing: Routing):
     figure, axis = _scatter(routing, "Responsibilities by component")
     paints = _component_colours(routing)
     colour = [paints.get(component, REST) for component in routing.point_components.tolist()]
-    axis.scatter(*routing.points.T, s=5, color=colour, alpha=0.6, linewidths=0, rasterized=True)
+    axis.scatter(*routing.points.T, s=_dot(routing), color=colour, alpha=0.6, linewidths=0, rasterized=True)
     _component_legend(figure, paints)
     return figure
 
@@ -293,3 +297,16 @@ def grid(layers: list[dict]):
             axis.set_title(f"{words} of {reads}", fontsize=10)
     figure.colorbar(image, ax=axes, label="entropy, over log K")
     return figure
+
+
+FIGURES = {
+    "heatmap": heatmap,
+    "category_composition": composition,
+    "usage": usage,
+    "purity": purity,
+    "token_strip": strip,
+    "pca_by_category": pca_by_category,
+    "pca_by_component": pca_by_component,
+    "query_against_key": query_against_key,
+}
+GRID = "layers_and_heads"

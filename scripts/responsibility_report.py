@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 from profile_report import table as markdown
-from responsibility_figures import Routing
+from responsibility_figures import OF, Routing
 
 from modeling_gma.categories import CATEGORIES
 
@@ -87,36 +87,47 @@ def layer_rows(layers: list[dict]) -> list[dict]:
 def report_lines(
     routing: Routing, figures: dict, both: dict, about: str, half_lives: list[list[float]] | None = None
 ) -> list[str]:
-    """Markdown: the paper's tables, ours beside the paper's. `about` says what text it was."""
+    """Markdown: the paper's tables, ours beside the paper's where they are of the same kind.
+
+    `about` says what text it was.
+    """
     count = len(routing.usage)
+    paper = PAPER if routing.side == "query" else {}
+    if tuple(routing.names) != CATEGORIES:
+        paper = {name: value for name, value in paper.items() if name not in PAPER_PERMUTED}
     cells = {name: f"{value:.3f}" for name, value in figures.items()}
     cells["active"] = f"{round(figures['active'] * count)}/{count}"
     cells["effective_components"] = f"{figures['effective_components']:.1f}"
     lines = [
-        f"# {routing.title.capitalize()}",
+        f"# {routing.title.capitalize()}, {OF[routing.side]}",
         "",
         f"{about} The paper's: 65,536 tokens of WikiText-103's validation split, K = 128, last layer, queries, heads "
         f"averaged.",
         "",
     ]
-    body = [[words, cells[name], PAPER.get(name, "")] for name, words in WORDS.items()]
+    body = [[words, cells[name], paper.get(name, "")] for name, words in WORDS.items()]
     body += [
         ["effective rank of the affinity", f"{both['effective_rank']:.1f}", ""],
         ["usage that queries and keys have in common", f"{both['usage_overlap']:.3f}", ""],
-        ["variance along the first two axes", " and ".join(f"{100 * x:.1f} %" for x in routing.shares), PAPER_PCA],
+        [
+            "variance along the first two axes",
+            " and ".join(f"{100 * x:.1f} %" for x in routing.shares),
+            PAPER_PCA if paper else "",
+        ],
     ]
     lines += markdown(["", "here", "paper"], body)
     body = []
     for row in permutation_rows(routing, figures):
         metric, shuffled = row["metric"], f"{row['permuted_mean']:.4f} ± {row['permuted_std']:.4f}"
-        body.append([WORDS[metric], f"{row['observed']:.4f}", shuffled, PAPER[metric], PAPER_PERMUTED[metric]])
+        of_paper = [paper[metric], PAPER_PERMUTED[metric]] if metric in paper else ["", ""]
+        body.append([WORDS[metric], f"{row['observed']:.4f}", shuffled, *of_paper])
     lines += ["## Labels shuffled", ""]
     lines += markdown(["", "observed", "shuffled", "observed, paper", "shuffled, paper"], body)
     shares = PAPER_SHARES if tuple(routing.names) == CATEGORIES else {}
     body = []
     for row in category_rows(routing):
-        paper = f"{shares[row['category']]:.3f}" if shares else ""
-        body.append([row["category"], f"{row['tokens']:,}", f"{row['share']:.3f}", paper])
+        share = f"{shares[row['category']]:.3f}" if shares else ""
+        body.append([row["category"], f"{row['tokens']:,}", f"{row['share']:.3f}", share])
     lines += ["## Categories", "", *markdown(["category", "tokens", "share", "share, paper"], body)]
     body = []
     for row in component_rows(routing)[:12]:

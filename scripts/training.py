@@ -221,6 +221,9 @@ class ModelArguments(LoopArguments):
             )
         if self.layer_types and self.mixer != "gma":
             raise ValueError(f'--layer_types goes with --mixer gma, got "{self.mixer}".')
+        if self.mixer == "linformer" and self.config().is_causal:
+            causal = ["gma", *(name for name in MIXERS if name != "linformer")]
+            raise ValueError(f"--mixer must be one of {causal} here, got 'linformer', which is bidirectional only.")
         try:
             twin_config(self.config(), self.mixer)
         except Exception as error:

@@ -113,7 +113,10 @@ def load_labelled(arguments, tokenizer, length: int) -> LabelledText:
         source = {"dataset": arguments.dataset_name, "dataset_config": arguments.dataset_config_name}
         if arguments.text_file == "-":
             path = Path(folder) / "text.txt"
-            path.write_text(sys.stdin.read(), encoding="utf-8")
+            given = sys.stdin.read()
+            if not given.strip():
+                raise SystemExit("--text_file -: there is no text on standard input.")
+            path.write_text(given, encoding="utf-8")
             # What came this way leaves no copy.
             source |= {"files": {arguments.split: str(path)}, "cache_dir": folder}
         elif arguments.text_file:
@@ -178,7 +181,9 @@ def _spread(row: dict, tokenizer, words: str, labels: str, names: list[str], nam
 
 def load_function(place: str) -> Callable[[list[str]], list[str]]:
     """The function that FILE.py:NAME names."""
-    path, _, name = place.rpartition(":")
+    path, separator, name = place.rpartition(":")
+    if not separator:
+        raise SystemExit(f"--label_function must be FILE.py:NAME, got {place!r}: the name of the function is missing.")
     if not Path(path).expanduser().is_file():
         raise SystemExit(f"--label_function must be FILE.py:NAME, got {place!r}: there is no file {path!r}.")
     spec = importlib.util.spec_from_file_location("labels", Path(path).expanduser())

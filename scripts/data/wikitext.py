@@ -82,9 +82,8 @@ def load_splits(
         unknown = sorted(kinds - set(BUILDERS))
         builders = {BUILDERS[kind] for kind in kinds & set(BUILDERS)}
         if unknown or len(builders) != 1:
-            raise SystemExit(
-                f"Files must all be of one kind of {', '.join(BUILDERS)}; got {', '.join(sorted(kinds))}."
-            )
+            got = ", ".join(repr(kind) if kind else "one without an ending" for kind in sorted(kinds))
+            raise SystemExit(f"Files must all be of one kind of {', '.join(BUILDERS)}; got {got}.")
         (builder,) = builders
         if builder == "text":
             return DatasetDict({split: _lines(names, cache_dir) for split, names in files.items()})
@@ -93,10 +92,12 @@ def load_splits(
         return load_dataset(dataset, dataset_config, cache_dir=cache_dir)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
+        config = f" ({dataset_config})" if dataset_config else ""
         raise SystemExit(
-            f"The Hub dataset {dataset!r} ({dataset_config or 'default'}) could not be loaded: {reason}\n"
-            f"Without a network, give local data: --dataset_name FOLDER with files named train.*, validation.* "
-            f"and test.*, or --train_file and --validation_file ({', '.join(BUILDERS)})."
+            f"--dataset_name {dataset}: there is no such folder, and the Hub dataset of this name{config} could not "
+            f"be loaded: {reason}\nWithout a network, give local data: --dataset_name FOLDER with files named "
+            f"train.*, validation.* and test.*, or files by themselves ({', '.join(BUILDERS)}): --train_file and "
+            f"--validation_file to train, --text_file to evaluate or analyse."
         ) from error
 
 

@@ -36,6 +36,15 @@ def test_figures_are_logged(make_trainer, caplog):
     assert trainer.model.training and not messages(caplog)
 
 
+def test_the_loss_is_logged_as_ever(make_trainer):
+    trainer = make_trainer(steps=6)
+    trainer.args.logging_steps = trainer.state.logging_steps = 2
+    trainer.add_callback(MixtureHealthCallback(trainer, every=2))
+    trainer.train()
+    for name in ("loss", "mixture/usage_entropy"):
+        assert [entry["step"] for entry in trainer.state.log_history if name in entry] == [2, 4, 6], name
+
+
 def test_a_collapse_is_told_in_words(make_trainer, tiny_config, caplog):
     model = GMAForCausalLM(tiny_config())
     with torch.no_grad():
@@ -44,7 +53,7 @@ def test_a_collapse_is_told_in_words(make_trainer, tiny_config, caplog):
     trainer.add_callback(MixtureHealthCallback(trainer))
     trainer.train()
     (warning,) = messages(caplog)
-    assert warning.startswith("Step 1: Components have collapsed: head 2 of layer 1 uses about 1.0 of its 6")
+    assert warning.startswith("Step 1: Components have collapsed: head 2 of layer 1 writes into about 1.0 of its 6")
 
 
 def test_watching_changes_nothing(make_trainer):

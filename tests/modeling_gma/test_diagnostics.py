@@ -363,10 +363,25 @@ def test_health_sees_a_collapse():
     assert collapsed["active"] < healthy["active"]
     assert collapsed["smallest_variance"] == pytest.approx(config.variance_floor, rel=1e-3)
     assert collapsed["collapsed_heads"] == 1
-    assert "head 0 of layer 1 uses about 1.0 of its 8" in collapse_warning(collapsed, 8)
+    assert "head 0 of layer 1 writes into about 1.0 of its 8" in collapse_warning(collapsed, 8)
     with torch.no_grad():
         model.model.layers[0].mixer.mixture_norm.alpha[1, 4] = 100.0
     assert "1 more head like it" in collapse_warning(mixture_health(model, input_ids=tokens), 8)
+
+
+def test_health_tells_keys_from_queries():
+    """Keys that all go to one slot are a collapse, whatever queries do; queries that do are none."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_components": 8}
+    tokens = torch.randint(0, 50, (2, 30))
+    for name, collapsed in {"k_proj": 1, "q_proj": 0}.items():
+        model = GMAForCausalLM(GMAConfig(vocab_size=50, **sizes, forget_gate=True)).eval()
+        mixer = model.model.layers[0].mixer
+        with torch.no_grad():
+            # Far out, where one component has all.
+            getattr(mixer, name).bias[8:] = 1e3 * mixer.mixture_norm.mu[1, 5]
+        health = mixture_health(model, input_ids=tokens)
+        assert health["collapsed_heads"] == collapsed, name
+        assert (health["key_usage_entropy"] < health["query_usage_entropy"]) == bool(collapsed)
 
 
 def test_health_leaves_padding_out():

@@ -202,6 +202,27 @@ def test_report_has_the_papers_figures_beside(run):
             assert len(line.replace("\\|", "").strip("|").split("|")) == 5
 
 
+def test_only_like_stands_beside_the_papers(folder, tmp_path):
+    """The paper's are of queries, and of its own categories."""
+    write_results(analysed(flags(folder, side="key")), tmp_path)
+    report = (tmp_path / "report.md").read_text()
+    assert report.startswith("# Layer 1, average of 2 heads, keys")
+    assert not any(f"| {cell} |" in report for cell in ("104/128", "0.933", "0.293 ± 0.001", "12.0 % and 7.9 %"))
+    (tmp_path / "kinds.py").write_text("def kind(texts):\n    return ['a word'] * len(texts)\n")
+    write_results(analysed(flags(folder, label_function=f"{tmp_path / 'kinds.py'}:kind")), tmp_path)
+    report = (tmp_path / "report.md").read_text()
+    assert report.startswith("# Layer 1, average of 2 heads, queries") and "| 0.933 |" in report
+    assert not any(f"| {cell} |" in report for cell in ("0.483", "0.293 ± 0.001", "0.286"))
+
+
+def test_what_was_there_before_goes(folder, tmp_path):
+    write_results(analysed(flags(folder, heads="each", layer=0)), tmp_path)
+    (tmp_path / "head_1" / "mine.txt").touch()
+    write_results(analysed(flags(folder)), tmp_path)
+    assert (tmp_path / "components.csv").exists()
+    assert [path.name for path in tmp_path.glob("head_*/*")] == ["mine.txt"]
+
+
 def test_the_same_seed_gives_the_same_files(folder, tmp_path):
     arguments = flags(folder)
     contents = []

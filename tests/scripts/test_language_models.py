@@ -2,15 +2,18 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from arguments import parse
+from arguments import parse, usable_device
 from compare_language_models import at_speed, table
-from comparison import label, system_flags
+from comparison import _wait_for, label, system_flags
 from data.wikitext import Blocks, train_tokenizer
 from datasets import Dataset
 from evaluate_perplexity import Arguments as EvaluationArguments
@@ -219,3 +222,58 @@ def test_comparison_goes_on_where_it_was(tmp_path):
     assert any(f"| {speeds['linear']:,.0f} |" in line for line in (output / "comparison.md").read_text().splitlines())
     assert str(tmp_path) not in (output / "comparison.json").read_text()
     assert at_speed({"system": "a", "curve": [{"tokens": 6, "seconds": 9.0}]}, 3)["curve"][0]["seconds"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_comparison_that_is_asked_to_stop_asks_its_run(number):
+    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    program = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", f"{program}; time.sleep(60)"], stdout=subprocess.PIPE)
+    # It is ready to be asked.
+    process.stdout.readline()
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    assert _wait_for(process, is_launched=False) == (7, True)
+    assert {name: signal.getsignal(name) for name in before} == before
+
+
+def test_a_second_interruption_ends_a_run_at_once():
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", f"{program}; time.sleep(60)"], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    for seconds in (0.3, 0.6):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    code, is_asked = _wait_for(process, is_launched=False)
+    assert code != 0 and is_asked
+
+
+def test_one_yaml_for_all_systems(tmp_path):
+    command = [sys.executable, str(SCRIPTS / "compare_language_models.py"), "--output_dir", str(tmp_path / "out")]
+    configs = [str(SCRIPTS / "configs" / name) for name in ("two_cores.yaml", "gated.yaml")]
+    done = subprocess.run([*command, *configs], capture_output=True, text=True)
+    assert done.returncode == 2 and "one YAML file" in done.stderr.splitlines()[-1]
+
+
+def test_flags_that_are_none_are_told(tmp_path, capsys):
+    for argv, sentence in (
+        (["--hiden_size", "3"], "--hiden_size 3: no flag of"),
+        (["--hiden_size", "3"], "Is --hidden_size meant?"),
+        (["--mixer", "linformer"], "got 'linformer', which is bidirectional only"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(Arguments, "", ["--output_dir", str(tmp_path), *argv])
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_told():
+    assert usable_device("cpu").type == "cpu"
+    with pytest.raises(SystemExit, match="--device nonesuch cannot be used here"):
+        usable_device("nonesuch")
+
+
+def test_a_place_for_results_is_asked_for_first(tmp_path):
+    (tmp_path / "file").touch()
+    command = [sys.executable, str(SCRIPTS / "evaluate_perplexity.py"), "--model_name_or_path", "none"]
+    command += ["--text_file", "none.txt", "--output_file", str(tmp_path / "file" / "result.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("--output_file") and "cannot be written to" in done.stderr

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import json
-import signal
 import sys
 from types import SimpleNamespace
 
@@ -240,7 +239,6 @@ def test_comparison_goes_on_where_it_was(tmp_path, cache, monkeypatch, capfd):
     config = tmp_path / "tiny.yaml"
     config.write_text("".join(f"{name}: {value}\n" for name, value in SMALL.items()))
     output = tmp_path / "out"
-    before_all = signal.getsignal(signal.SIGTERM)
 
     def compare(*flags):
         given = [str(config), "--output_dir", str(output), "--cache_dir", cache, "--seeds", "0", *flags]
@@ -249,9 +247,6 @@ def test_comparison_goes_on_where_it_was(tmp_path, cache, monkeypatch, capfd):
             main()
         except SystemExit as stop:
             return f"{stop} {capfd.readouterr().err}"
-        finally:
-            # A comparison hands it on to its runs.
-            signal.signal(signal.SIGTERM, before_all)
         return capfd.readouterr().out
 
     assert "run 1 of 1: pairs2_linear, seed 0" in compare("--systems", "linear", "--num_pairs", "2")

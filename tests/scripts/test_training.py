@@ -282,7 +282,7 @@ def test_collapsed_components_are_told_in_words(corpus, tmp_path, capsys):
     assert results["mixture"]["collapsed_heads"] == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     (warning,) = [line["warning"] for line in lines if "warning" in line]
-    assert "head 0 of layer 1 uses about 1.0 of its 4" in warning
+    assert "head 0 of layer 1 writes into about 1.0 of its 4" in warning
     assert f"Step 1: {warning}" in "".join(capsys.readouterr())
 
 

@@ -186,7 +186,10 @@ def test_without_a_network_the_error_says_what_to_do(monkeypatch, cached):
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr("data.wikitext.load_dataset", offline)
-    with pytest.raises(SystemExit, match=r"'Salesforce/wikitext' \(wikitext-103-raw-v1\)(.|\n)*--train_file"):
+    with pytest.raises(
+        SystemExit,
+        match=r"Salesforce/wikitext: there is no such folder(.|\n)*\(wikitext-103-raw-v1\)(.|\n)*--train_file",
+    ):
         load_text()
     monkeypatch.setattr("data.wikitext.AutoTokenizer.from_pretrained", offline)
     with pytest.raises(SystemExit, match=r"'gpt2' could not be loaded(.|\n)*--train_tokenizer"):
