@@ -8,6 +8,7 @@ checkpoint ends with the weights of one that was not, bit for bit.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -841,11 +842,11 @@ def plot_log(log: list[dict], task: Task, path: Path) -> None:
     pyplot.switch_backend("Agg")
     steps = [line for line in log if "loss" in line]
     evaluations = [line for line in log if "evaluation" in line]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    smooth, value, weight = [], 0.0, 0.0
-    for line in steps:
-        value, weight = 0.95 * value + 0.05 * line["loss"], 0.95 * weight + 0.05
-        smooth.append(value / weight)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharex=True)
+    # The mean of as many steps before as after, fewer at the ends: one of steps before alone would lag behind.
+    sums = [0.0, *itertools.accumulate(line["loss"] for line in steps)]
+    reaches = [min(len(steps) // 40, i, len(steps) - 1 - i) for i in range(len(steps))]
+    smooth = [(sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1) for i, reach in enumerate(reaches)]
     units = [line[task.unit] for line in steps]
     left.plot(units, [line["loss"] for line in steps], color="0.8", linewidth=0.8, label="each step")
     left.plot(units, smooth, color="#0072b2", label="smoothed")
