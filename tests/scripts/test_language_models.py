@@ -257,7 +257,6 @@ def test_flags_that_are_none_are_told(tmp_path, capsys):
     for argv, sentence in (
         (["--hiden_size", "3"], "--hiden_size 3: no flag of"),
         (["--hiden_size", "3"], "Is --hidden_size meant?"),
-        (["--mixer", "linformer"], "got 'linformer', which is bidirectional only"),
     ):
         with pytest.raises(SystemExit):
             parse(Arguments, "", ["--output_dir", str(tmp_path), *argv])

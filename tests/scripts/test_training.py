@@ -512,7 +512,7 @@ def test_prune(tmp_path):
         (["--hidden_size", "33", "--num_attention_heads", "4"], "must be a multiple of"),
         (["--mixer", "sdpa", "--forget_gate", "true"], "--forget_gate goes with --mixer gma"),
         (["--train_file", "x.txt"], "--train_file and --validation_file go together"),
-        (["--mixer", "linformer"], "error: `is_causal=True`: the mixer"),
+        (["--mixer", "linformer"], "got 'linformer', which is bidirectional only"),
         (["--report_to", "tensorbored"], "--report_to must be none, all or of"),
         (["--train_tokenizer", "5"], "--train_tokenizer must be at least 257"),
         (["--max_steps", "0"], "--max_steps must be at least 1, got 0"),
