@@ -237,7 +237,9 @@ def test_a_comparison_that_is_asked_to_stop_asks_its_run(number):
 
 
 def test_a_second_interruption_ends_a_run_at_once():
-    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True)"
+    # Of its own accord: what is started in the background may have come to ignore interruptions.
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    program += "signal.signal(signal.SIGINT, signal.default_int_handler); print(flush=True)"
     process = subprocess.Popen([sys.executable, "-c", f"{program}; time.sleep(60)"], stdout=subprocess.PIPE)
     process.stdout.readline()
     for seconds in (0.3, 0.6):
