@@ -420,14 +420,18 @@ def write_results(analysis: Analysis, folder: Path) -> str:
         "versions": versions(),
     }
     write_json(folder / "statistics.json", results)
-    name, figures = next(iter(results["shown"].items()))
     share = analysis.seconds["statistics"] / analysis.seconds["forward"]
-    return (
+    lines = [
         f"{name}: {figures['active'] * analysis.components:.0f} of {analysis.components} components active, usage "
         f"entropy {figures['usage_entropy']:.3f}, token entropy {figures['token_entropy']:.3f}, purity "
-        f"{figures['weighted_purity']:.3f}, NMI {figures['normalised_mutual_information']:.3f}. Statistics took "
-        f"{share:.1%} of the time of the forward pass. Everything is in {folder}; explorer.html opens in a browser."
+        f"{figures['weighted_purity']:.3f}, NMI {figures['normalised_mutual_information']:.3f}."
+        for name, figures in results["shown"].items()
+    ]
+    lines.append(
+        f"Statistics took {share:.1%} of the time of the forward pass. Everything is in {folder}; explorer.html opens "
+        f"in a browser."
     )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

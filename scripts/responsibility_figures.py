@@ -22,6 +22,8 @@ OF = {"query": "queries", "key": "keys"}
 
 # Components in the figures that name them, tokens in the strip, and characters in its lines.
 SHOWN, STRIP, LINE = 24, 240, 96
+# Of fewer tokens a component's purity says little.
+FEW = 20
 
 
 @dataclass
@@ -154,7 +156,7 @@ def purity(routing: Routing):
     paints = category_colours(routing.names)
     dominant = routing.table[rows].argmax(1)
     figure, axis = pyplot.subplots(figsize=(max(6.5, 0.24 * len(rows) + 2), 4), layout="constrained")
-    axis.bar(range(len(rows)), routing.purity[rows], color=[paints[c] for c in dominant], edgecolor="black", lw=0.4)
+    bars = axis.bar(range(len(rows)), routing.purity[rows], color=[paints[c] for c in dominant], ec="black", lw=0.4)
     lines = (
         ("all components", routing.weighted_purity, "-"),
         ("labels shuffled", routing.permuted["weighted_purity"][0], ":"),
@@ -162,6 +164,11 @@ def purity(routing: Routing):
     handles = [Patch(facecolor=paints[c], edgecolor="black", label=routing.names[c]) for c in sorted(set(dominant))]
     for words, value, style in lines:
         handles.append(axis.axhline(value, color="black", linestyle=style, label=f"{words}: {value:.3f}"))
+    few = routing.table[rows].sum(1) < FEW
+    for bar in np.array(bars)[few]:
+        bar.set(hatch="////", alpha=0.35)
+    if few.any():
+        handles.append(Patch(facecolor="white", edgecolor="black", hatch="////", label=f"fewer than {FEW} tokens"))
     axis.set_xticks(range(len(rows)), rows, rotation=90, fontsize=7)
     axis.set(ylim=(0, 1), xlabel="component, that with the most tokens first", ylabel="share of its largest category")
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)

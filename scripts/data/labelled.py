@@ -148,9 +148,9 @@ def words_with_labels(rows: Dataset, tokenizer, words: str, labels: str) -> tupl
             raise SystemExit(f"--{flag} must name a column of lists, one entry a word; got {got}.")
     kind = rows.features[labels].feature
     name = kind.int2str if isinstance(kind, ClassLabel) else str
-    names = [END, NO_WORD]
-    for row in rows[labels]:
-        names = numbered([name(label) for label in row], names)[1]
+    found = {label for row in rows[labels] for label in row}
+    # Numbers by their size, words by the alphabet.
+    names = numbered([name(label) for label in sorted(found)], [END, NO_WORD])[1]
     tokens = rows.map(
         _spread,
         fn_kwargs={"tokenizer": tokenizer, "words": words, "labels": labels, "names": names, "name": name},

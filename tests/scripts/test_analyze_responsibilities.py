@@ -216,7 +216,8 @@ def test_only_like_stands_beside_the_papers(folder, tmp_path):
 
 
 def test_what_was_there_before_goes(folder, tmp_path):
-    write_results(analysed(flags(folder, heads="each", layer=0)), tmp_path)
+    said = write_results(analysed(flags(folder, heads="each", layer=0)), tmp_path)
+    assert "head_0: " in said and "head_1: " in said
     (tmp_path / "head_1" / "mine.txt").touch()
     write_results(analysed(flags(folder)), tmp_path)
     assert (tmp_path / "components.csv").exists()
@@ -296,7 +297,7 @@ def test_labels_from_a_column(folder, tmp_path):
     Dataset.from_list(rows, features=kinds).to_parquet(tmp_path / "tagged.parquet")
     arguments = flags(folder, text_file=str(tmp_path / "tagged.parquet"), text_column="words", label_column="tags")
     text = load_labelled(arguments, load_tokenizer(arguments.model_name_or_path), LENGTH)
-    assert text.names[:2] == ["eos", "none"] and set(text.names[2:]) == set(tags)
+    assert text.names == ["eos", "none", *tags]
     ids, labels, _ = text[0]
     named = [(text.tokenizer.decode([i]), text.names[label]) for i, label in zip(ids.tolist(), labels)]
     assert named[0] == ("<|endoftext|>", "eos")
@@ -304,6 +305,14 @@ def test_labels_from_a_column(folder, tmp_path):
     for token, label in named[1 : named.index(("<|endoftext|>", "eos"), 1)]:
         joined[label] = joined.get(label, "") + token
     assert joined == {"DET": " The", "NOUN": " Cat", "VERB": " sat", "none": "\n"}
+
+
+def test_numbers_from_a_column_by_their_size(folder, tmp_path):
+    rows = [{"words": ["The", "Cat", "sat"], "tags": [10, 2, 33]}] * 60
+    Dataset.from_list(rows).to_parquet(tmp_path / "tagged.parquet")
+    arguments = flags(folder, text_file=str(tmp_path / "tagged.parquet"), text_column="words", label_column="tags")
+    text = load_labelled(arguments, load_tokenizer(arguments.model_name_or_path), LENGTH)
+    assert text.names == ["eos", "none", "2", "10", "33"]
 
 
 @pytest.mark.parametrize(
