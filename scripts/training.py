@@ -222,6 +222,13 @@ class ModelArguments(LoopArguments):
             )
         if self.layer_types and self.mixer != "gma":
             raise ValueError(f'--layer_types goes with --mixer gma, got "{self.mixer}".')
+        for name in ("num_local_heads", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and "sliding" not in (self.layer_types or ""):
+                raise ValueError(
+                    f"--{name} {value} is of layers with local heads: give --layer_types hybrid_sliding or "
+                    f"sliding_attention."
+                )
         if self.mixer == "linformer" and self.config().is_causal:
             causal = ["gma", *(name for name in MIXERS if name != "linformer")]
             raise ValueError(f"--mixer must be one of {causal} here, got 'linformer', which is bidirectional only.")

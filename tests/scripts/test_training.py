@@ -511,6 +511,8 @@ def test_prune(tmp_path):
         (["--learning_rate", "0"], "--learning_rate must be above 0, got 0.0"),
         (["--hidden_size", "33", "--num_attention_heads", "4"], "must be a multiple of"),
         (["--mixer", "sdpa", "--forget_gate", "true"], "--forget_gate goes with --mixer gma"),
+        (["--sliding_window", "64"], "--sliding_window 64 is of layers with local heads"),
+        (["--num_local_heads", "2"], "--num_local_heads 2 is of layers with local heads"),
         (["--train_file", "x.txt"], "--train_file and --validation_file go together"),
         (["--mixer", "linformer"], "got 'linformer', which is bidirectional only"),
         (["--report_to", "tensorbored"], "--report_to must be none, all or of"),
