@@ -161,10 +161,9 @@ def load_splits(arguments: Arguments) -> DatasetDict:
     splits = splits.select_columns([arguments.text_column, arguments.label_column])
     splits = splits.rename_columns({arguments.text_column: "text", arguments.label_column: "labels"})
     splits = _with_classes(splits)
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
     if "validation" not in splits:
-        parts = splits["train"].train_test_split(
-            arguments.validation_share, seed=arguments.data_seed or arguments.seed
-        )
+        parts = splits["train"].train_test_split(arguments.validation_share, seed=seed)
         splits["train"], splits["validation"] = parts["train"], parts["test"]
     for split, most in (
         ("train", arguments.max_train_samples),
@@ -173,7 +172,7 @@ def load_splits(arguments: Arguments) -> DatasetDict:
     ):
         if most is not None and split in splits:
             # A share of all of them: files are often sorted by label.
-            rows = splits[split].shuffle(seed=arguments.data_seed or arguments.seed)
+            rows = splits[split].shuffle(seed=seed)
             splits[split] = rows.select(range(min(most, len(rows))))
     return splits
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import finetune_classifier
 import pretrain_masked
 import pytest
 import torch
@@ -198,6 +199,17 @@ def test_finetuning_refuses_data(reviews, tmp_path):
     (tmp_path / "other.csv").write_text("text,label\nso so,middling\n")
     refused = run("finetune_classifier.py", *flags, "--test_file", tmp_path / "other.csv", check=False)
     assert refused.returncode and "The label 'middling' is in another split" in refused.stderr
+
+
+def test_the_texts_are_those_of_the_data_seed(reviews, tmp_path):
+    def texts(**seeds):
+        arguments = finetune_classifier.Arguments(
+            output_dir=str(tmp_path), train_file=str(reviews / "train.csv"), max_train_samples=20, **seeds
+        )
+        return finetune_classifier.load_splits(arguments)["train"]["text"][:]
+
+    assert texts(seed=3, data_seed=0) == texts(seed=4, data_seed=0) == texts(seed=0)
+    assert texts(seed=3) != texts(seed=4)
 
 
 def test_comparison_on_long_range_arena(tmp_path):
