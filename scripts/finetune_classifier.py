@@ -128,6 +128,9 @@ class Arguments(TrainingArguments):
         self.output_dir = str(self.folder / "checkpoints")
         self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.save_steps
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
+        if self.bf16 and not torch.accelerator.is_available():
+            # What `TrainingArguments` wants to be told.
+            self.use_cpu = True
         self.load_best_model_at_end, self.metric_for_best_model = True, "accuracy"
         super().__post_init__()
 

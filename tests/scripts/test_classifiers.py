@@ -212,6 +212,12 @@ def test_the_texts_are_those_of_the_data_seed(reviews, tmp_path):
     assert texts(seed=3) != texts(seed=4)
 
 
+def test_bfloat16_needs_no_other_flag(reviews, tmp_path):
+    given = {"output_dir": str(tmp_path), "train_file": str(reviews / "train.csv")}
+    arguments = finetune_classifier.Arguments(bf16=True, **given)
+    assert arguments.bf16 and arguments.use_cpu == (not torch.accelerator.is_available())
+
+
 def test_comparison_on_long_range_arena(tmp_path):
     flags = {"task": "listops", "max_length": 64, "min_length": 4, "train_size": 60, "max_steps": 2, **SIZES}
     config = tmp_path / "listops.yaml"
