@@ -173,6 +173,8 @@ class Analysis:
             self._take(outputs, ids, labels, counts, of_batch)
             self.seconds["forward"] += between - began
             self.seconds["statistics"] += self._now() - between
+            # Not to be held while the next ones are made.
+            del outputs
             start += ids.numel()
             progress.update(ids.numel())
         progress.close()
