@@ -150,7 +150,7 @@ def words_with_labels(rows: Dataset, tokenizer, words: str, labels: str) -> tupl
     name = kind.int2str if isinstance(kind, ClassLabel) else str
     found = {label for row in rows[labels] for label in row}
     # Numbers by their size, words by the alphabet.
-    names = numbered([name(label) for label in sorted(found)], [END, NO_WORD])[1]
+    names = numbered([name(label) for label in sorted(found, key=lambda x: (x is None, x))], [END, NO_WORD])[1]
     tokens = rows.map(
         _spread,
         fn_kwargs={"tokenizer": tokenizer, "words": words, "labels": labels, "names": names, "name": name},

@@ -308,11 +308,11 @@ def test_labels_from_a_column(folder, tmp_path):
 
 
 def test_numbers_from_a_column_by_their_size(folder, tmp_path):
-    rows = [{"words": ["The", "Cat", "sat"], "tags": [10, 2, 33]}] * 60
+    rows = [{"words": ["The", "Cat", "sat"], "tags": [10, 2, None]}] * 60
     Dataset.from_list(rows).to_parquet(tmp_path / "tagged.parquet")
     arguments = flags(folder, text_file=str(tmp_path / "tagged.parquet"), text_column="words", label_column="tags")
     text = load_labelled(arguments, load_tokenizer(arguments.model_name_or_path), LENGTH)
-    assert text.names == ["eos", "none", "2", "10", "33"]
+    assert text.names == ["eos", "none", "2", "10", "None"]
 
 
 @pytest.mark.parametrize(
