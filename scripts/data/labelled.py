@@ -149,7 +149,7 @@ def words_with_labels(rows: Dataset, tokenizer, words: str, labels: str) -> tupl
     kind = rows.features[labels].feature
     name = kind.int2str if isinstance(kind, ClassLabel) else str
     found = {label for row in rows[labels] for label in row}
-    # Numbers by their size, words by the alphabet.
+    # Numbers by their size, classes in their order, words by the alphabet.
     names = numbered([name(label) for label in sorted(found, key=lambda x: (x is None, x))], [END, NO_WORD])[1]
     tokens = rows.map(
         _spread,
