@@ -19,16 +19,26 @@ import json
 import statistics
 from pathlib import Path
 
-import torch
 import yaml
-from arguments import parse
-from comparison import Run, grouped, label, make_parser, make_run, mean_and_spread, parse_known, plot_curves, train_all
+from comparison import (
+    Run,
+    at_speeds,
+    grouped,
+    label,
+    make_parser,
+    make_run,
+    mean_and_spread,
+    measure_speeds,
+    minutes_label,
+    parse_known,
+    plot_curves,
+    train_all,
+)
 from files import write_figure, write_json, write_text
 from matplotlib import pyplot
-from tqdm.auto import tqdm
 from train_wikitext import Arguments as TrainArguments
 from train_wikitext import LanguageModelling
-from training import BareSteps, plain_ticks
+from training import plain_ticks
 
 
 # Table 3 of the paper: WikiText-103, 20,000 steps of 16,384 tokens, one A100.
@@ -54,38 +64,14 @@ def summary(run: Run, results: dict, evaluations: list[dict]) -> dict:
     return {"perplexity": results["validation"]["perplexity"], "curve": curve} | kept
 
 
-def measure_speeds(planned: list[Run], rounds: int) -> dict:
-    """Tokens a second of forward, backward and optimizer step of every system, timed in turn; the best of each."""
-    steps, tokens = {}, {}
-    for run in planned:
-        if run.system not in steps:
-            arguments = parse(TrainArguments, "", run.flags)
-            accelerator = arguments.make_accelerator()
-            steps[run.system] = BareSteps(LanguageModelling(arguments, accelerator), arguments, accelerator)
-            tokens[run.system] = arguments.block_size * arguments.per_device_train_batch_size
-            tokens[run.system] *= arguments.gradient_accumulation_steps
-    # The first of each warms up.
-    for _ in tqdm(range(rounds + 1), desc="timing", unit="round"):
-        for of_system in steps.values():
-            of_system.measure(0.0)
-    speeds = {system: tokens[system] / min(of_system.seconds[1:]) for system, of_system in steps.items()}
-    return {"tokens_per_second": speeds, "rounds": rounds, "threads": torch.get_num_threads()}
-
-
-def read_speeds(folder: Path) -> dict | None:
-    path = folder / "speeds.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def write_report(runs: list[dict], folder: Path) -> None:
-    speeds = read_speeds(folder)
-    write_text(folder / "comparison.md", "\n".join(table(runs, speeds)) + "\n")
-    plot(runs, folder / "perplexity.png", speeds)
+    runs = at_speeds(runs, "tokens", folder)
+    write_text(folder / "comparison.md", "\n".join(table(runs)) + "\n")
+    plot(runs, folder)
 
 
-def table(runs: list[dict], speeds: dict | None = None) -> list[str]:
+def table(runs: list[dict]) -> list[str]:
     """Markdown lines: validation perplexity, mean and spread over seeds, and tokens a second, beside the paper's."""
-    measured = speeds["tokens_per_second"] if speeds else {}
     first = runs[0]
     arguments = first["arguments"]
     lines = [
@@ -99,7 +85,7 @@ def table(runs: list[dict], speeds: dict | None = None) -> list[str]:
     ]
     for system, of_system in sorted(grouped(runs).items(), key=_perplexity):
         values = [run["perplexity"] for run in of_system]
-        speed = measured.get(system) or max(run["tokens_per_second"] for run in of_system)
+        speed = max(run["tokens_per_second"] for run in of_system)
         paper = PAPER.get(system.split("@")[0])
         lines.append(
             f"| {label(system)} | {of_system[0]['parameters']:,} | {len(values)} | "
@@ -113,20 +99,12 @@ def _perplexity(item: tuple[str, list[dict]]) -> float:
     return statistics.mean(run["perplexity"] for run in item[1])
 
 
-def plot(runs: list[dict], path: Path, speeds: dict | None = None) -> None:
+def plot(runs: list[dict], folder: Path) -> None:
     pyplot.switch_backend("Agg")
-    if speeds:
-        # Of runs beside which the machine had other things to do, the clock tells less than the steps timed in turn.
-        runs = [at_speed(run, speeds["tokens_per_second"].get(run["system"])) for run in runs]
     figure, panels = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
     for panel, name, scale, unit in (
         (panels[0], "tokens", 1e6, "millions of tokens"),
-        (
-            panels[1],
-            "seconds",
-            60,
-            "minutes of training" + (", at the speed of steps timed in turn" if speeds else ""),
-        ),
+        (panels[1], "seconds", 60, minutes_label(folder)),
     ):
         plot_curves(panel, runs, name, scale, "perplexity")
         panel.set(xlabel=unit, yscale="log")
@@ -136,13 +114,7 @@ def plot(runs: list[dict], path: Path, speeds: dict | None = None) -> None:
     panels[0].set_ylabel("validation perplexity")
     panels[0].legend(fontsize=8)
     figure.suptitle("Validation perplexity while training, one line a seed")
-    write_figure(path, figure)
-
-
-def at_speed(run: dict, speed: float | None) -> dict:
-    if speed is None:
-        return run
-    return run | {"curve": [point | {"seconds": point["tokens"] / speed} for point in run["curve"]]}
+    write_figure(folder / "perplexity.png", figure)
 
 
 def main() -> None:
@@ -166,9 +138,9 @@ def main() -> None:
         script = Path(__file__).with_name("train_wikitext.py")
         runs = train_all(script, planned, folder, arguments.launcher, summary, write_report)
         if arguments.speed_rounds > 0:
-            write_json(folder / "speeds.json", measure_speeds(planned, arguments.speed_rounds))
+            measure_speeds(planned, arguments.speed_rounds, TrainArguments, LanguageModelling, folder)
             write_report(runs, folder)
-    print("\n".join(table(runs, read_speeds(folder))))
+    print((folder / "comparison.md").read_text(), end="")
     print(f"written to {folder}: comparison.json, comparison.md, perplexity.png")
 
 

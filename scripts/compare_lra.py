@@ -6,7 +6,9 @@
 A YAML file of `train_lra.py` for each task; flags that are not of this script go to all of them. Systems: a mixer, for
 GMA with its number of components, and flags of their own after "@", as in gma:128@learning_rate=1e-3. Every run has a
 folder of its own, and one that was interrupted goes on where it was. Writes comparison.json, comparison.md and
-accuracy.png, of the tasks, systems and seeds that were asked for; runs that are there already are not made again.
+accuracy.png, of the tasks, systems and seeds that were asked for; runs that are there already are not made again. With
+--speed_rounds, once all is trained, training steps of all systems are timed in turn on a machine that is best left
+alone meanwhile, and the table has those speeds.
 """
 
 from __future__ import annotations
@@ -16,10 +18,24 @@ import statistics
 from pathlib import Path
 
 from arguments import parse
-from comparison import Run, grouped, label, make_parser, make_run, mean_and_spread, parse_known, plot_curves, train_all
+from comparison import (
+    Run,
+    at_speeds,
+    grouped,
+    label,
+    make_parser,
+    make_run,
+    mean_and_spread,
+    measure_speeds,
+    minutes_label,
+    parse_known,
+    plot_curves,
+    train_all,
+)
 from files import write_figure, write_text
 from matplotlib import pyplot
 from train_lra import Arguments as TrainArguments
+from train_lra import LongRangeArena
 
 
 # Table 2 of the paper: 20 epochs, three seeds, lengths of 2,000 (ListOps) and 4,000 (Text).
@@ -35,6 +51,8 @@ SYSTEMS = ["sdpa", "linformer", "linear", "performer", "mamba", "gma:128"]
 TITLES = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder"}
 KEPT = ("parameters", "examples", "seconds", "examples_per_second", "best_step", "majority_class", "arguments")
 KEPT += ("versions", "peak_memory_bytes", "mixed_precision", "examples_in_split")
+# Batches are of many lengths: so many of them are timed, from all over an epoch.
+TIMED_BATCHES = 8
 
 
 def summary(run: Run, results: dict, evaluations: list[dict]) -> dict:
@@ -47,8 +65,9 @@ def summary(run: Run, results: dict, evaluations: list[dict]) -> dict:
 
 
 def write_report(runs: list[dict], folder: Path) -> None:
+    runs = at_speeds(runs, "examples", folder)
     write_text(folder / "comparison.md", "\n".join(table(runs)) + "\n")
-    plot(runs, folder / "accuracy.png")
+    plot(runs, folder)
 
 
 def table(runs: list[dict]) -> list[str]:
@@ -92,7 +111,7 @@ def _average(runs: list[dict]) -> float:
     return statistics.mean(statistics.mean(run["accuracy"] for run in of_task) for of_task in tasks)
 
 
-def plot(runs: list[dict], path: Path) -> None:
+def plot(runs: list[dict], folder: Path) -> None:
     pyplot.switch_backend("Agg")
     by_task = grouped(runs, "task")
     figure, panels = pyplot.subplots(
@@ -101,16 +120,17 @@ def plot(runs: list[dict], path: Path) -> None:
     for panel, (task, of_task) in zip(panels[0], by_task.items()):
         plot_curves(panel, of_task, "seconds", 60, "accuracy")
         panel.axhline(100 * of_task[0]["majority_class"], color="0.5", linestyle=":", label="largest class")
-        panel.set(title=TITLES[task], xlabel="minutes of training", ylabel="validation accuracy, %")
+        panel.set(title=TITLES[task], xlabel=minutes_label(folder), ylabel="validation accuracy, %")
     panels[0][0].legend(fontsize=8)
     figure.suptitle("Validation accuracy while training, one line a seed")
-    write_figure(path, figure)
+    write_figure(folder / "accuracy.png", figure)
 
 
 def main() -> None:
     parser = make_parser(__doc__, SYSTEMS)
     parser.add_argument("config", nargs="+", help="YAML files of train_lra.py, one a task")
     parser.add_argument("--data_dir", nargs="+", default=[], help="local files of tasks, each as TASK=FOLDER")
+    parser.add_argument("--speed_rounds", type=int, default=0, help="time so many rounds of steps of each, in turn")
     arguments, passed_on, folder = parse_known(parser)
     if arguments.report_only:
         runs = json.loads((folder / "comparison.json").read_text())
@@ -138,7 +158,10 @@ def main() -> None:
         ]
         script = Path(__file__).with_name("train_lra.py")
         runs = train_all(script, planned, folder, arguments.launcher, summary, write_report)
-    print("\n".join(table(runs)))
+        if arguments.speed_rounds > 0:
+            measure_speeds(planned, arguments.speed_rounds, TrainArguments, LongRangeArena, folder, TIMED_BATCHES)
+            write_report(runs, folder)
+    print((folder / "comparison.md").read_text(), end="")
     print(f"written to {folder}: comparison.json, comparison.md, accuracy.png")
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from arguments import parse
 from files import write_json
 from responsibility_figures import COLOURS
-from training import portable, refuse_other_arguments
+from tqdm.auto import tqdm
+from training import BareSteps, Task, portable, refuse_other_arguments
 
 from hub_upload.export import without_paths
 
@@ -39,7 +41,7 @@ MARKERS = "os^vDPX*<>"
 class Run:
     """One run of a training script, in a folder of its own."""
 
-    name: str
+    name: str  # of the system and, where there are several, of the task
     system: str
     seed: int
     output: Path
@@ -189,6 +191,50 @@ def _wait_for(process: subprocess.Popen, is_launched: bool) -> tuple[int, bool]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def measure_speeds(
+    planned: list[Run], rounds: int, arguments_class: type, task_class: type[Task], folder: Path, batches: int = 1
+) -> None:
+    """Write speeds.json: tokens or examples a second of forward, backward and optimizer step, the best of each.
+
+    Systems are timed in turn, so that what else the machine does is shared among them.
+    """
+    steps = {}
+    for run in planned:
+        if run.name not in steps:
+            arguments = parse(arguments_class, "", run.flags)
+            accelerator = arguments.make_accelerator()
+            steps[run.name] = BareSteps(task_class(arguments, accelerator), arguments, accelerator, batches)
+    # The first of each warms up.
+    for _ in tqdm(range(rounds + 1), desc="timing", unit="round"):
+        for of_run in steps.values():
+            of_run.measure()
+    speeds = {name: of_run.units / min(of_run.seconds[1:]) for name, of_run in steps.items()}
+    about = {"rounds": rounds, "threads": torch.get_num_threads()}
+    write_json(folder / "speeds.json", {f"{task_class.unit}_per_second": speeds} | about)
+
+
+def at_speeds(runs: list[dict], unit: str, folder: Path) -> list[dict]:
+    """The runs, with the speeds of speeds.json where there are any: of runs beside which the machine had other things
+    to do, the clock tells less than steps timed in turn."""
+    path = folder / "speeds.json"
+    if not path.exists():
+        return runs
+    speeds = json.loads(path.read_text())[f"{unit}_per_second"]
+    found = []
+    for run in runs:
+        speed = speeds.get(f"{run['task']}_{run['system']}" if "task" in run else run["system"])
+        if speed:
+            curve = [point | {"seconds": point[unit] / speed} for point in run["curve"]]
+            run = run | {f"{unit}_per_second": speed, "curve": curve}
+        found.append(run)
+    return found
+
+
+def minutes_label(folder: Path) -> str:
+    is_timed = (folder / "speeds.json").exists()
+    return "minutes of training" + (", at the speed of steps timed in turn" if is_timed else "")
 
 
 def grouped(runs: list[dict], key: str = "system") -> dict[str, list[dict]]:

@@ -808,27 +808,37 @@ def plain_ticks(axis) -> None:
 
 
 class BareSteps:
-    """Times of the bare model at the same shape, in turn with the loop's own steps: what the loop adds to them."""
+    """Times of the bare model at the same shapes, in turn with the loop's own steps or with those of other models.
 
-    def __init__(self, task: Task, arguments: LoopArguments, accelerator: Accelerator):
+    A measurement is a step on each of so many batches, taken evenly from the first epoch: one where all are of a size.
+    """
+
+    def __init__(self, task: Task, arguments: LoopArguments, accelerator: Accelerator, batches: int = 1):
         self.task, self.accelerator = task, accelerator
         self.model = copy.deepcopy(unwrap(task.model)).to(accelerator.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        rows = [task.train_dataset[i] for i in task.order(0)[: arguments.per_device_train_batch_size]]
-        batch = (task.collate or default_collate)(rows)
-        self.batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+        order, size = task.order(0), arguments.per_device_train_batch_size
+        whole = max(len(order) // size, 1)
+        self.batches = []
+        for number in range(batches):
+            first = number * whole // batches * size
+            rows = [task.train_dataset[i] for i in order[first : first + size]]
+            batch = (task.collate or default_collate)(rows)
+            self.batches.append({name: value.to(accelerator.device) for name, value in batch.items()})
         self.accumulated = arguments.gradient_accumulation_steps
+        self.units = self.accumulated * sum(task.units(batch) for batch in self.batches)
         self.seconds, self.of_loop = [], []
 
-    def measure(self, of_loop: float) -> None:
+    def measure(self, of_loop: float = 0.0) -> None:
         began = time.perf_counter()
-        for _ in range(self.accumulated):
-            with self.accelerator.autocast():
-                loss = self.task.loss(self.model, self.batch)
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss.item()
+        for batch in self.batches:
+            for _ in range(self.accumulated):
+                with self.accelerator.autocast():
+                    loss = self.task.loss(self.model, batch)
+                loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            loss.item()
         self.seconds.append(time.perf_counter() - began)
         self.of_loop.append(of_loop)
 

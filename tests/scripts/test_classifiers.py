@@ -10,6 +10,7 @@ import pretrain_masked
 import pytest
 import torch
 from compare_lra import table
+from comparison import at_speeds
 from safetensors.torch import load_file
 from training import train
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, pipeline
@@ -236,6 +237,22 @@ def test_comparison_on_long_range_arena(tmp_path):
     assert refused.returncode and "--data_dir must be TASK=FOLDER" in refused.stderr
     refused = run("compare_lra.py", config, *command, "--systems", "linear", check=False)
     assert refused.returncode and "both of the task listops" in refused.stderr
+    run("compare_lra.py", *command, "--systems", "linear", "gma:4", "--speed_rounds", "1")
+    speeds = json.loads((tmp_path / "out" / "speeds.json").read_text())["examples_per_second"]
+    assert set(speeds) == {"listops_linear", "listops_gma:4"} and min(speeds.values()) > 0
+    assert f"| {speeds['listops_linear']:,.1f} |" in (tmp_path / "out" / "comparison.md").read_text()
+
+
+def test_speeds_timed_in_turn_take_the_place_of_the_clock(tmp_path):
+    runs = [
+        {"system": system, "task": "text", "examples_per_second": 1.0, "curve": [{"examples": 6, "seconds": 9.0}]}
+        for system in ("sdpa", "mamba")
+    ]
+    assert at_speeds(runs, "examples", tmp_path) == runs
+    (tmp_path / "speeds.json").write_text(json.dumps({"examples_per_second": {"text_sdpa": 3.0}}))
+    timed, other = at_speeds(runs, "examples", tmp_path)
+    assert timed["examples_per_second"] == 3 and timed["curve"] == [{"examples": 6, "seconds": 2.0}]
+    assert other == runs[1]
 
 
 def test_table_of_two_tasks():
