@@ -196,6 +196,7 @@ class ModelArguments(LoopArguments):
         default=None, metadata={"help": "Of queries and keys in a head; by default its share."}
     )
     value_dim: int | None = field(default=None, metadata={"help": "Of values in a head; by default its share."})
+    initializer_range: float = field(default=0.02, metadata={"help": "Spread of weights and embeddings at the start."})
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
     output_gate: bool = field(
         default=False,
@@ -253,6 +254,7 @@ class ModelArguments(LoopArguments):
             hidden_dropout=self.hidden_dropout,
             routing_dim=self.routing_dim,
             value_dim=self.value_dim,
+            initializer_range=self.initializer_range,
             position_embedding_type=self.position_embedding_type,
             output_gate=self.output_gate,
             layer_types=kinds,
