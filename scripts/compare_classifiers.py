@@ -16,6 +16,8 @@ from comparison import MARKERS, mean_and_spread
 from files import write_figure, write_json, write_text
 from matplotlib import pyplot
 
+from hub_upload.export import without_paths
+
 
 SAME = (
     "start",
@@ -88,7 +90,8 @@ def main() -> None:
         path = Path(name).expanduser() / "results.json"
         if not path.is_file():
             parser.error(f"{name} has no results.json: it is no finished run of finetune_classifier.py.")
-        runs.append(json.loads(path.read_text()))
+        # What is compared is to be shown to others, whose folders are not these.
+        runs.append(without_paths(json.loads(path.read_text())))
     folder = Path(arguments.output_dir).expanduser().resolve()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "comparison.json", runs)

@@ -118,6 +118,7 @@ def test_comparison_of_classifiers(tmp_path):
         run_ = {"start": start, "seed": seed, "test_accuracy": accuracy, "best_validation_accuracy": accuracy}
         run_ |= {"lora": False, "learning_rate": 1e-3, "epochs_wanted": 2.0, "batch_size": 16, "max_length": 64}
         run_ |= {"examples": {"train": 10}, "trained_parameters": 5, "curve": curve}
+        run_ |= {"train_file": str(tmp_path / "train.csv")}
         folder = tmp_path / f"{start}{seed}"
         folder.mkdir()
         (folder / "results.json").write_text(json.dumps(run_))
@@ -126,6 +127,8 @@ def test_comparison_of_classifiers(tmp_path):
     lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert lines[2].endswith("| 5 | 2 | 2 | 85.00 +- 7.07 | 85.00 +- 7.07 |") and "pretrained" in lines[2]
     assert lines[3].endswith("| 5 | 2 | 1 | 60.00 | 60.00 |") and "from scratch" in lines[3]
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [of_run["train_file"] for of_run in written] == ["train.csv"] * 3
     refused = run("compare_classifiers.py", tmp_path, "--output_dir", tmp_path / "out", check=False)
     assert refused.returncode and "has no results.json" in refused.stderr
 
