@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState
 from arguments import parse
 from files import write_json
 from responsibility_figures import COLOURS
@@ -200,17 +201,21 @@ def measure_speeds(
 
     Systems are timed in turn, so that what else the machine does is shared among them.
     """
-    steps = {}
-    for run in planned:
-        if run.name not in steps:
-            arguments = parse(arguments_class, "", run.flags)
-            accelerator = arguments.make_accelerator()
-            steps[run.name] = BareSteps(task_class(arguments, accelerator), arguments, accelerator, batches)
-    # The first of each warms up.
-    for _ in tqdm(range(rounds + 1), desc="timing", unit="round"):
-        for of_run in steps.values():
-            of_run.measure()
-    speeds = {name: of_run.units / min(of_run.seconds[1:]) for name, of_run in steps.items()}
+    parsed = {run.name: parse(arguments_class, "", run.flags) for run in planned}
+    speeds = {}
+    # Accelerate has one precision at a time.
+    for precision in dict.fromkeys(arguments.mixed_precision for arguments in parsed.values()):
+        AcceleratorState._reset_state()
+        steps = {}
+        for name, arguments in parsed.items():
+            if arguments.mixed_precision == precision:
+                accelerator = arguments.make_accelerator()
+                steps[name] = BareSteps(task_class(arguments, accelerator), arguments, accelerator, batches)
+        # The first of each warms up.
+        for _ in tqdm(range(rounds + 1), desc="timing", unit="round"):
+            for of_run in steps.values():
+                of_run.measure()
+        speeds |= {name: of_run.units / min(of_run.seconds[1:]) for name, of_run in steps.items()}
     about = {"rounds": rounds, "threads": torch.get_num_threads()}
     write_json(folder / "speeds.json", {f"{task_class.unit}_per_second": speeds} | about)
 
