@@ -21,7 +21,11 @@ def parse(arguments_class: type, description: str, argv: list[str] | None = None
     """An instance of a dataclass from `[settings.yaml ..] [--flag value ..]`; what is wrong is said in a sentence."""
     argv = sys.argv[1:] if argv is None else argv
     parser = HfArgumentParser(
-        arguments_class, description=description, formatter_class=HelpFormatter, usage="%(prog)s [YAML ..] [--flag ..]"
+        arguments_class,
+        description=description,
+        formatter_class=HelpFormatter,
+        usage="%(prog)s [YAML ..] [--flag ..]",
+        allow_abbrev=False,
     )
     settings = {}
     while argv and not argv[0].startswith("-"):

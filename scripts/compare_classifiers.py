@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 
 from comparison import MARKERS, mean_and_spread
@@ -53,9 +54,9 @@ def table(runs: list[dict]) -> list[str]:
         cells = [
             mean_and_spread([100 * run[name] for run in of_group if run[name] is not None]) for name in ACCURACIES
         ]
-        first = of_group[0]
+        epochs = statistics.mean(run["epochs"] for run in of_group)
         lines.append(
-            f"| {title} | {first['trained_parameters']:,} | {first['epochs_wanted']:g} | {len(of_group)} | "
+            f"| {title} | {of_group[0]['trained_parameters']:,} | {epochs:.3g} | {len(of_group)} | "
             f"{' | '.join(cells)} |"
         )
     return lines
@@ -88,10 +89,11 @@ def main() -> None:
     runs = []
     for name in arguments.runs:
         path = Path(name).expanduser() / "results.json"
-        if not path.is_file():
-            parser.error(f"{name} has no results.json: it is no finished run of finetune_classifier.py.")
+        run = json.loads(path.read_text()) if path.is_file() else {}
+        if not run.keys() >= set(SAME):
+            parser.error(f"{name} is no finished run of finetune_classifier.py: there is no results.json of one.")
         # What is compared is to be shown to others, whose folders are not these.
-        runs.append(without_paths(json.loads(path.read_text())))
+        runs.append(without_paths(run))
     folder = Path(arguments.output_dir).expanduser().resolve()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "comparison.json", runs)

@@ -149,7 +149,7 @@ def shared_tokenizer(arguments, passed_on: list[str], folder: Path) -> list[str]
     from data.wikitext import load_text, train_tokenizer
 
     settings = (yaml.safe_load(Path(arguments.config).read_text()) if arguments.config else None) or {}
-    flags = argparse.ArgumentParser(add_help=False)
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("dataset_name", "dataset_config_name", "train_file", "text_column", "cache_dir", "train_tokenizer"):
         flags.add_argument(f"--{name}", default=settings.get(name))
     given = vars(flags.parse_known_args(passed_on)[0])

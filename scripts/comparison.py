@@ -50,12 +50,15 @@ class Run:
 
 
 def make_parser(description: str, systems: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # An abbreviation might be of a flag that goes on to the training script.
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--output_dir", required=True, help="folder for the runs and the comparison")
     parser.add_argument("--systems", nargs="+", default=systems, help="mixers to train (default: %(default)s)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds (default: %(default)s)")
     parser.add_argument("--launcher", default="", help='what to start runs with, such as "accelerate launch"')
-    parser.add_argument("--report_only", action="store_true", help="report from comparison.json, no training")
+    parser.add_argument("--report_only", action="store_true", help="report all that comparison.json has, no training")
     return parser
 
 

@@ -105,6 +105,8 @@ class Arguments(TrainingArguments):
             raise ValueError("Give --dataset_name or --train_file.")
         if self.from_scratch and self.model_name_or_path is None:
             raise ValueError("--from_scratch takes the architecture of --model_name_or_path.")
+        if self.text_column == self.label_column:
+            raise ValueError(f"--text_column and --label_column must be two columns, got {self.text_column!r} twice.")
         if not 0 < self.validation_share < 1:
             raise ValueError(f"--validation_share must be between 0 and 1, got {self.validation_share}.")
         for name in ("max_length", "max_train_samples", "max_eval_samples", "lora_rank"):
@@ -161,6 +163,9 @@ def load_splits(arguments: Arguments) -> DatasetDict:
             column = getattr(arguments, flag)
             if column not in rows.column_names:
                 raise SystemExit(f"--{flag} {column!r} is not in the {split} split, which has {rows.column_names}.")
+        without = sum(label is None for label in rows[arguments.label_column])
+        if without:
+            raise SystemExit(f"{without:,} of the {split} split's {len(rows):,} texts have no label: leave them out.")
     splits = splits.select_columns([arguments.text_column, arguments.label_column])
     splits = splits.rename_columns({arguments.text_column: "text", arguments.label_column: "labels"})
     splits = _with_classes(splits)
@@ -198,6 +203,11 @@ def make_model(arguments: Arguments, splits: DatasetDict):
     names = splits["train"].features["labels"].names
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     source = arguments.model_name_or_path
+    if source:
+        try:
+            config = AutoConfig.from_pretrained(source, **labels)
+        except (OSError, ValueError) as error:
+            raise _not_loaded(source, error) from error
     if arguments.tokenizer_name or source:
         tokenizer = load_tokenizer(arguments.tokenizer_name or source)
     else:
@@ -210,13 +220,9 @@ def make_model(arguments: Arguments, splits: DatasetDict):
         try:
             model = AutoModelForSequenceClassification.from_pretrained(source, **labels)
         except (OSError, ValueError) as error:
-            raise SystemExit(
-                f"--model_name_or_path {source} could not be loaded: {' '.join(str(error).split())[:300]}"
-            ) from error
+            raise _not_loaded(source, error) from error
     else:
-        if source:
-            config = AutoConfig.from_pretrained(source, **labels)
-        else:
+        if not source:
             config = GMAConfig(
                 vocab_size=len(tokenizer),
                 hidden_size=arguments.hidden_size,
@@ -231,6 +237,10 @@ def make_model(arguments: Arguments, splits: DatasetDict):
             )
         model = AutoModelForSequenceClassification.from_config(config)
     return model, tokenizer
+
+
+def _not_loaded(source: str, error: Exception) -> SystemExit:
+    return SystemExit(f"--model_name_or_path {source} could not be loaded: {' '.join(str(error).split())[:300]}")
 
 
 def tokenize(splits: DatasetDict, tokenizer, longest: int | None) -> DatasetDict:
@@ -280,12 +290,16 @@ def finetune(arguments: Arguments) -> dict:
     most = config.max_position_embeddings if config.position_embedding_type == "learned" else arguments.max_length
     if arguments.max_length and most and arguments.max_length > most:
         raise SystemExit(f"--max_length {arguments.max_length} is more than the model's {most} positions.")
-    splits = tokenize(splits, tokenizer, arguments.max_length or most)
+    longest = arguments.max_length or most
+    if longest:
+        # Whoever truncates later, by a pipeline's truncation=True, does it where training did.
+        tokenizer.model_max_length = longest
+    splits = tokenize(splits, tokenizer, longest)
     model = with_adapters(model, arguments.lora_rank) if arguments.lora else model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(
         f"{trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained; "
-        f"{', '.join(f'{len(rows):,} texts to {split}' for split, rows in splits.items())}"
+        f"texts: {', '.join(f'{len(rows):,} {split}' for split, rows in splits.items())}"
     )
     patience = arguments.early_stopping_patience
     trainer = Trainer(

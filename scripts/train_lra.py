@@ -47,7 +47,11 @@ class Arguments(ModelArguments):
     train_size: int | None = field(default=None, metadata={"help": "Examples to train on; by default all."})
     eval_size: int | None = field(default=None, metadata={"help": "Examples to validate and test on; by default all."})
     num_train_epochs: float | None = field(
-        default=None, metadata={"help": "Epochs, each with an evaluation, in place of --max_steps; 0 for --max_steps."}
+        default=None,
+        metadata={
+            "help": "Epochs, with an evaluation after each and a twentieth of warmup. In place of --max_steps, "
+            "--eval_steps and --warmup_steps, which count where this is 0."
+        },
     )
     hidden_size: int = field(default=256, metadata={"help": "Width of the model."})
     num_hidden_layers: int = field(default=4, metadata={"help": "Number of blocks."})
@@ -103,6 +107,8 @@ class LongRangeArena(Task):
             arguments.max_steps = max(math.ceil(steps), 1)
             arguments.eval_steps = max(math.ceil(steps / max(arguments.num_train_epochs, 1)), 1)
             arguments.warmup_steps = max(arguments.max_steps // 20, 1)
+            epochs = f"{arguments.num_train_epochs:g}"
+            accelerator.print(f"--num_train_epochs {epochs}: {arguments.max_steps:,} steps, whatever --max_steps says")
         set_seed(arguments.seed)
         kind = GMAForPairClassification if arguments.task == "retrieval" else GMAForSequenceClassification
         self.model = build_twin(arguments.config(), arguments.mixer, kind)
@@ -115,7 +121,7 @@ class LongRangeArena(Task):
 
         accelerator.print(
             f"{arguments.mixer} on {arguments.task}: {sum(p.numel() for p in self.model.parameters()):,} parameters; "
-            f"{', '.join(f'{len(rows):,} examples to {split}' for split, rows in self.splits.items())}"
+            f"examples: {', '.join(f'{len(rows):,} {split}' for split, rows in self.splits.items())}"
         )
 
     def _load(self, module, split: str):

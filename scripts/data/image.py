@@ -10,7 +10,7 @@ from .lra import as_dataset, find
 
 NUM_CLASSES = 10
 LENGTH = 1024
-WHERE = "They are in cifar-10-binary.tar.gz of cs.toronto.edu/~kriz/cifar.html (the binary version)."
+WHERE = "They are in cifar-10-binary.tar.gz of cs.toronto.edu/~kriz/cifar.html, and so is test_batch.bin."
 # A tenth of the training images validates, as in the arena's own code.
 VALIDATION = 0.1
 

@@ -99,7 +99,7 @@ def test_finetuning_from_a_checkpoint(masked, reviews, tmp_path):
     flags += ["--test_file", reviews / "test.csv", "--learning_rate", "2e-2", "--num_train_epochs", "4"]
     flags += ["--model_name_or_path", masked[0], "--output_dir", tmp_path / "out"]
     result = run("finetune_classifier.py", *flags)
-    assert "120 texts to train, 30 texts to validation, 30 texts to test" in result.stdout
+    assert "texts: 120 train, 30 validation, 30 test" in result.stdout
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["test_accuracy"] > 0.9 and results["start"] == "checkpoint" and len(results["curve"]) >= 1
     assert (tmp_path / "out" / "accuracy.png").stat().st_size > 1000
@@ -116,8 +116,8 @@ def test_comparison_of_classifiers(tmp_path):
     for start, seed, accuracy in (("checkpoint", 0, 0.9), ("checkpoint", 1, 0.8), ("from scratch", 0, 0.6)):
         curve = [{"step": i, "epoch": i, "accuracy": accuracy - 0.1 / i, "loss": 1.0} for i in (1, 2)]
         run_ = {"start": start, "seed": seed, "test_accuracy": accuracy, "best_validation_accuracy": accuracy}
-        run_ |= {"lora": False, "learning_rate": 1e-3, "epochs_wanted": 2.0, "batch_size": 16, "max_length": 64}
-        run_ |= {"examples": {"train": 10}, "trained_parameters": 5, "curve": curve}
+        run_ |= {"lora": False, "learning_rate": 1e-3, "epochs_wanted": 3.0, "batch_size": 16, "max_length": 64}
+        run_ |= {"examples": {"train": 10}, "trained_parameters": 5, "curve": curve, "epochs": 2.0}
         run_ |= {"train_file": str(tmp_path / "train.csv")}
         folder = tmp_path / f"{start}{seed}"
         folder.mkdir()
@@ -130,7 +130,10 @@ def test_comparison_of_classifiers(tmp_path):
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [of_run["train_file"] for of_run in written] == ["train.csv"] * 3
     refused = run("compare_classifiers.py", tmp_path, "--output_dir", tmp_path / "out", check=False)
-    assert refused.returncode and "has no results.json" in refused.stderr
+    assert refused.returncode and "there is no results.json of one" in refused.stderr
+    (tmp_path / "results.json").write_text('{"perplexity": 3.0}')
+    refused = run("compare_classifiers.py", tmp_path, "--output_dir", tmp_path / "out", check=False)
+    assert refused.returncode and "there is no results.json of one" in refused.stderr
 
 
 def test_finetuning_goes_on_and_merges_adapters(masked, reviews, tmp_path):
@@ -179,6 +182,8 @@ def test_finetuning_from_nothing(reviews, tmp_path):
     run("finetune_classifier.py", *flags, *sizes, "--num_train_epochs", 1)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.id2label == {0: "bad", 1: "good"} and not model.config.is_causal
+    # Longer than the model has positions.
+    assert pipeline("text-classification", model=str(tmp_path / "out"))("fine film " * 2000, truncation=True)
 
 
 @pytest.mark.parametrize(
@@ -188,12 +193,26 @@ def test_finetuning_from_nothing(reviews, tmp_path):
         (["--train_file", "x.txt"], "--train_file x.txt must be one of .csv, .json, .jsonl, .parquet"),
         (["--train_file", "x.csv"], "--train_file x.csv: there is no such file"),
         (["--dataset_name", "x", "--from_scratch", "true"], "--from_scratch takes the architecture"),
+        (["--dataset_name", "x", "--label_column", "text"], "must be two columns, got 'text' twice"),
+        (["--dataset_name", "x", "--learning_rat", "3"], "Is --learning_rate meant?"),
         (["--dataset_name", "x", "--validation_share", "2"], "--validation_share must be between 0 and 1, got 2.0"),
     ],
 )
 def test_finetuning_refuses(flags, sentence):
     refused = run("finetune_classifier.py", *flags, check=False)
     assert refused.returncode and sentence in refused.stderr
+
+
+def test_finetuning_refuses_what_is_missing(reviews, tmp_path):
+    given = {"output_dir": str(tmp_path), "train_file": str(reviews / "train.csv")}
+    splits = finetune_classifier.load_splits(finetune_classifier.Arguments(**given))
+    arguments = finetune_classifier.Arguments(**given, model_name_or_path=str(tmp_path / "nowhere"))
+    with pytest.raises(SystemExit, match=r"--model_name_or_path .*nowhere could not be loaded"):
+        finetune_classifier.make_model(arguments, splits)
+    (tmp_path / "train.csv").write_text("text,label\nfine,good\ndull,\n")
+    arguments = finetune_classifier.Arguments(output_dir=str(tmp_path), train_file=str(tmp_path / "train.csv"))
+    with pytest.raises(SystemExit, match="1 of the train split's 2 texts have no label"):
+        finetune_classifier.load_splits(arguments)
 
 
 def test_finetuning_refuses_data(reviews, tmp_path):
