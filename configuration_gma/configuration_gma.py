@@ -57,6 +57,9 @@ class GMAConfig(PreTrainedConfig):
             Tokens that a causal mixer handles at once. Changes speed and memory, not results.
         initializer_range (`float`, defaults to 0.02):
             Standard deviation of weights and embeddings at the start.
+        residual_initializer_range (`float`, *optional*, defaults to `initializer_range`):
+            Standard deviation, at the start, of the last projection of each mixer and MLP, whose output is added to
+            the hidden states. A smaller one keeps averages over many tokens from drowning the embeddings.
         forget_gate (`bool`, defaults to `False`):
             Whether each GMA head scales its memory before each token by a learned, token-dependent factor. Causal
             only.
@@ -120,6 +123,7 @@ class GMAConfig(PreTrainedConfig):
     variance_floor: float = 1e-4
     chunk_size: int = 64
     initializer_range: float = 0.02
+    residual_initializer_range: float | None = None
     forget_gate: bool = False
     output_gate: bool = False
     layer_types: list[str] | None = None
@@ -165,8 +169,14 @@ class GMAConfig(PreTrainedConfig):
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        for name in ("layer_norm_eps", "attention_eps", "variance_floor", "initializer_range"):
-            if not getattr(self, name) > 0:
+        for name in (
+            "layer_norm_eps",
+            "attention_eps",
+            "variance_floor",
+            "initializer_range",
+            "residual_initializer_range",
+        ):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
         if not 0 <= self.hidden_dropout < 1:
             raise ValueError(f"`hidden_dropout` must be at least 0 and below 1, got {self.hidden_dropout}.")

@@ -21,7 +21,7 @@ from .functional import (
     gaussian_mixture_attention_weights,
     gaussian_responsibilities,
 )
-from .linear import Linear
+from .linear import Linear, ResidualProjection
 from .mixture import GaussianMixture
 from .sliding import (
     alignment,
@@ -120,7 +120,7 @@ class GMAAttention(nn.Module):
         self.q_proj = GMAQueryProjection(config, self.num_local_heads)
         self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
-        self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = ResidualProjection(value_size, config.hidden_size, bias=config.attention_bias)
         self.output_gate = GMAOutputGate(config.hidden_size, value_size) if config.output_gate else None
         self.forget_gate = self.mixture_norm = None
         if self.num_mixture_heads and config.forget_gate:

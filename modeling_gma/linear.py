@@ -47,3 +47,7 @@ class Linear(nn.Linear):
             and not torch.is_autocast_enabled("cpu")
             and not torch.compiler.is_compiling()
         )
+
+
+class ResidualProjection(Linear):
+    """The last projection of a mixer or MLP, whose output is added to the hidden states."""

@@ -44,7 +44,7 @@ from .attention import (
 )
 from .chunked import sequence_of_token
 from .functional import can_look_inside
-from .linear import Linear
+from .linear import Linear, ResidualProjection
 from .mixture import GaussianMixture
 from .sliding import rotary_positions
 
@@ -97,7 +97,7 @@ class GMAMLP(nn.Module):
         super().__init__()
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = ResidualProjection(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
@@ -173,6 +173,8 @@ class GMAPreTrainedModel(PreTrainedModel):
             module.reset_bias(routing_std)
         elif isinstance(module, GMAForgetGate):
             init.constant_(module.bias, FORGET_GATE_BIAS)
+        elif isinstance(module, ResidualProjection) and self.config.residual_initializer_range is not None:
+            init.normal_(module.weight, std=self.config.residual_initializer_range)
 
 
 class GMAModel(GMAPreTrainedModel):

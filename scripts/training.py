@@ -197,6 +197,10 @@ class ModelArguments(LoopArguments):
     )
     value_dim: int | None = field(default=None, metadata={"help": "Of values in a head; by default its share."})
     initializer_range: float = field(default=0.02, metadata={"help": "Spread of weights and embeddings at the start."})
+    residual_initializer_range: float | None = field(
+        default=None,
+        metadata={"help": "Spread of the projections that add to the hidden states; by default like the others."},
+    )
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
     output_gate: bool = field(
         default=False,
@@ -255,6 +259,7 @@ class ModelArguments(LoopArguments):
             routing_dim=self.routing_dim,
             value_dim=self.value_dim,
             initializer_range=self.initializer_range,
+            residual_initializer_range=self.residual_initializer_range,
             position_embedding_type=self.position_embedding_type,
             output_gate=self.output_gate,
             layer_types=kinds,

@@ -18,6 +18,7 @@ from .selective_scan import selective_scan
 class StateSpace(MambaMixer):
     # What decays a state is not to be decayed itself.
     no_weight_decay = ("A_log",)
+    output_std: float | None = None  # of the last projection at the start; None leaves it as transformers has it
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -25,7 +26,10 @@ class StateSpace(MambaMixer):
         self.init_mamba_weights()
         init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
         init.zeros_(self.conv1d.bias)
-        init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        if self.output_std is None:
+            init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        else:
+            init.normal_(self.out_proj.weight, std=self.output_std)
 
     def forward(self, hidden_states: torch.Tensor, cache_params: Cache | None = None, attention_mask=None):
         if hidden_states.is_cuda or cache_params is not None:
@@ -64,6 +68,7 @@ class MambaMixing(Mixer):
             "conv_kernel": config.mamba_conv_kernel,
         }
         self.mamba = StateSpace(MambaConfig(**fields), layer_idx=layer_idx or 0)
+        self.mamba.output_std = config.residual_initializer_range
 
     def mix(
         self,

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as CacheLayer
 
 from modeling_gma.attention import GMAOutputGate, cached_count, count_tokens, keep_count
-from modeling_gma.linear import Linear
+from modeling_gma.linear import Linear, ResidualProjection
 
 
 class Mixer(nn.Module):
@@ -134,7 +134,7 @@ class ProjectedMixer(Mixer):
         self.q_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.k_proj = Linear(config.hidden_size, routing_size, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, value_size, bias=config.attention_bias)
-        self.o_proj = Linear(value_size, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = ResidualProjection(value_size, config.hidden_size, bias=config.attention_bias)
         self.output_gate = GMAOutputGate(config.hidden_size, value_size) if config.output_gate else None
 
     def mix(self, hidden_states, source, attention_mask, past_key_values, position_ids, is_causal, **options):

@@ -59,6 +59,7 @@ BAD = {
     "no layers": ({"num_hidden_layers": 0}, "`num_hidden_layers` must be at least 1, got 0"),
     "no chunk": ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
     "no floor": ({"variance_floor": 0.0}, "`variance_floor` must be above 0"),
+    "nothing to add": ({"residual_initializer_range": 0.0}, "`residual_initializer_range` must be above 0, got 0.0"),
     "dropout of one": ({"hidden_dropout": 1.0}, "`hidden_dropout` must be at least 0 and below 1"),
     "unknown positions": ({"position_embedding_type": "rotary"}, "position_embedding_type.*rotary"),
     "unknown pooling": ({"classifier_pooling": "max"}, "classifier_pooling.*max"),

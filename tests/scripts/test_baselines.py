@@ -108,6 +108,17 @@ def test_parameters_of_the_lra_encoder(mixer, listops, text):
             assert round(count(build_twin(config, mixer, GMAForSequenceClassification)) / 1e6, 2) == expected
 
 
+@pytest.mark.parametrize("mixer", ["gma", *ALL])
+def test_what_adds_to_hidden_states_begins_as_told(mixer, twin):
+    """All that adds, and nothing else, whatever the mixer."""
+    model = twin(mixer, hidden_size=256, residual_initializer_range=0.003)
+    spreads = {name: float(weight.detach().std()) for name, weight in model.named_parameters() if weight.dim() == 2}
+    small = {name for name, spread in spreads.items() if 0 < spread < 0.01}
+    ends = ("mixer.mamba.out_proj.weight" if mixer == "mamba" else "mixer.o_proj.weight", "mlp.down_proj.weight")
+    assert small == {name for name in spreads if name.endswith(ends)} and len(small) == 2 * len(model.model.layers)
+    assert all(0.0028 < spreads[name] < 0.0032 for name in small)
+
+
 @pytest.mark.parametrize("mixer", ALL)
 def test_twins_differ_only_in_their_mixer(mixer, twin):
     def others(model):
