@@ -61,7 +61,10 @@ class GMAForgetGate(nn.Module):
 
 
 class GMAOutputGate(nn.Module):
-    """What a token lets through of the values that heads bring, a factor from 0 to 2 each, at the start about 1."""
+    """What a token lets through of the values that heads bring, a factor each: silu of a projection.
+
+    At the start factors are of either sign, so that what averages over many tokens have in common cancels out.
+    """
 
     def __init__(self, hidden_size: int, value_size: int):
         super().__init__()
@@ -69,7 +72,7 @@ class GMAOutputGate(nn.Module):
 
     def forward(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, N, value_size) and (B, N, hidden_size) -> (B, N, value_size)."""
-        return output * (2.0 * torch.sigmoid(self.proj(hidden_states))).view_as(output)
+        return output * F.silu(self.proj(hidden_states)).view_as(output)
 
 
 class GMAQueryProjection(Linear):

@@ -594,7 +594,7 @@ def test_twins_with_an_output_gate(name, tiny_config):
     for mixer in (plain, gated):
         mixer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         mixer(x)
-    torch.testing.assert_close(seen[1], seen[0] * 2 * torch.sigmoid(x @ gated.output_gate.proj.weight.T))
+    torch.testing.assert_close(seen[1], seen[0] * torch.nn.functional.silu(x @ gated.output_gate.proj.weight.T))
     with pytest.raises(ValueError, match='`output_gate=True` goes with any mixer but "mamba"'):
         build_mixer(tiny_config(output_gate=True), "mamba")
 
