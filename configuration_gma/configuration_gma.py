@@ -57,9 +57,10 @@ class GMAConfig(PreTrainedConfig):
             Tokens that a causal mixer handles at once. Changes speed and memory, not results.
         initializer_range (`float`, defaults to 0.02):
             Standard deviation of weights and embeddings at the start.
-        residual_initializer_range (`float`, *optional*, defaults to `initializer_range`):
+        residual_initializer_range (`float`, *optional*, defaults to `initializer_range / (2 * num_hidden_layers)`):
             Standard deviation, at the start, of the last projection of each mixer and MLP, whose output is added to
-            the hidden states. A smaller one keeps averages over many tokens from drowning the embeddings.
+            the hidden states. Averages over many tokens are alike in all layers and add up; as wide as the others,
+            these projections would drown the embeddings.
         forget_gate (`bool`, defaults to `False`):
             Whether each GMA head scales its memory before each token by a learned, token-dependent factor. Causal
             only.
@@ -176,7 +177,7 @@ class GMAConfig(PreTrainedConfig):
             "initializer_range",
             "residual_initializer_range",
         ):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
+            if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
         if not 0 <= self.hidden_dropout < 1:
             raise ValueError(f"`hidden_dropout` must be at least 0 and below 1, got {self.hidden_dropout}.")
@@ -220,6 +221,8 @@ class GMAConfig(PreTrainedConfig):
                 return "last" if self.is_causal else "mean"
             if name == "layer_types":
                 return [self.default_layer_type] * self.num_hidden_layers
+            if name == "residual_initializer_range":
+                return self.initializer_range / (2 * self.num_hidden_layers)
             if name == "num_local_heads":
                 return self.num_attention_heads // 2
         return value

@@ -173,8 +173,10 @@ class GMAPreTrainedModel(PreTrainedModel):
             module.reset_bias(routing_std)
         elif isinstance(module, GMAForgetGate):
             init.constant_(module.bias, FORGET_GATE_BIAS)
-        elif isinstance(module, ResidualProjection) and self.config.residual_initializer_range is not None:
-            init.normal_(module.weight, std=self.config.residual_initializer_range)
+        elif isinstance(module, ResidualProjection):
+            residual_std = self.config.residual_initializer_range
+            if residual_std != self.config.initializer_range:
+                init.normal_(module.weight, std=residual_std)
 
 
 class GMAModel(GMAPreTrainedModel):

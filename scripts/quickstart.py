@@ -75,7 +75,7 @@ class Arguments:
     block_size: int = field(default=256, metadata={"help": "Tokens in a training sequence."})
     per_device_train_batch_size: int = field(default=16, metadata={"help": "Sequences in a step."})
     max_steps: int = field(default=300, metadata={"help": "Optimizer steps."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "Peak of the warmup-cosine schedule."})
+    learning_rate: float = field(default=5e-3, metadata={"help": "Peak of the warmup-cosine schedule."})
     weight_decay: float = field(
         default=0.1, metadata={"help": "On weight matrices; mixtures, norms and biases take none."}
     )
@@ -103,6 +103,8 @@ class Arguments:
             position_embedding_type="none",
             forget_gate=True,
             hidden_dropout=0.1,
+            # Of projections as wide as at width 512 with the default.
+            initializer_range=0.04,
             **tokens,
         )
 

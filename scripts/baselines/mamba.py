@@ -18,7 +18,7 @@ from .selective_scan import selective_scan
 class StateSpace(MambaMixer):
     # What decays a state is not to be decayed itself.
     no_weight_decay = ("A_log",)
-    output_std: float | None = None  # of the last projection at the start; None leaves it as transformers has it
+    output_std: float | None = None  # of the last projection at the start; None for transformers' own
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -68,7 +68,8 @@ class MambaMixing(Mixer):
             "conv_kernel": config.mamba_conv_kernel,
         }
         self.mamba = StateSpace(MambaConfig(**fields), layer_idx=layer_idx or 0)
-        self.mamba.output_std = config.residual_initializer_range
+        if config.residual_initializer_range != config.initializer_range:
+            self.mamba.output_std = config.residual_initializer_range
 
     def mix(
         self,

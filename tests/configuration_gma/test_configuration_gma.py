@@ -109,6 +109,7 @@ def test_layers_without_types_follow_their_number(tmp_path):
     assert written["layer_types"] is None and written["num_local_heads"] is None
     loaded = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=5, num_attention_heads=16)
     assert loaded.layer_types == ["linear_attention"] * 5 and loaded.num_local_heads == 8
+    assert written["residual_initializer_range"] is None and loaded.residual_initializer_range == 0.02 / 10
 
 
 def test_configs_from_before_there_were_types_load(tmp_path):

@@ -119,6 +119,14 @@ def test_what_adds_to_hidden_states_begins_as_told(mixer, twin):
     assert all(0.0028 < spreads[name] < 0.0032 for name in small)
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, 0.05), (0.2, 0.2)])
+def test_what_adds_to_hidden_states_begins_smaller_by_default(given, expected, twin):
+    model = twin("gma", hidden_size=256, num_hidden_layers=2, initializer_range=0.2, residual_initializer_range=given)
+    for layer in model.model.layers:
+        spreads = [layer.mixer.o_proj.weight.std().item(), layer.mlp.down_proj.weight.std().item()]
+        assert spreads == pytest.approx([expected] * 2, rel=0.05)
+
+
 @pytest.mark.parametrize("mixer", ALL)
 def test_twins_differ_only_in_their_mixer(mixer, twin):
     def others(model):
