@@ -79,6 +79,8 @@ def tiny_config():
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
-        return GMAConfig(**(fields | changes))
+        fields |= changes
+        # Mixers that add as much as they can, so that nothing they do wrong is lost in the rest.
+        return GMAConfig(**({"residual_initializer_range": fields["initializer_range"]} | fields))
 
     return make

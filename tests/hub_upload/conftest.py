@@ -266,7 +266,8 @@ def make_checkpoints(folder: Path) -> dict[str, Path]:
     tokenizer = train_tokenizer(TEXTS, 300)
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     fields = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    fields |= {"num_components": 4, "max_position_embeddings": 64, "initializer_range": 0.2, "num_labels": 3}
+    fields |= {"num_components": 4, "max_position_embeddings": 64, "num_labels": 3}
+    fields |= {"initializer_range": 0.2, "residual_initializer_range": 0.2}
     fields |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
     both_ways = GMAConfig(**fields, is_causal=False)
     causal = GMAConfig(**fields, forget_gate=True, position_embedding_type="sinusoidal")

@@ -45,9 +45,8 @@ def folder(tmp_path_factory):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_components": 6}
     # Without biases no queries begin with a preference.
     sizes["attention_bias"] = False
-    config = GMAConfig(
-        vocab_size=len(tokenizer), **sizes, max_position_embeddings=32, initializer_range=0.6, eos_token_id=0
-    )
+    sizes |= {"initializer_range": 0.6, "residual_initializer_range": 0.6}
+    config = GMAConfig(vocab_size=len(tokenizer), **sizes, max_position_embeddings=32, eos_token_id=0)
     GMAForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(TEXT)

@@ -25,7 +25,9 @@ def make_passage(**fields):
     tokenizer = train_tokenizer(["a script right"], 262)
     tokenizer.add_tokens(NASTY)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_components": 5}
-    config = GMAConfig(vocab_size=len(tokenizer), **(sizes | {"initializer_range": 0.7} | fields))
+    config = GMAConfig(
+        vocab_size=len(tokenizer), **(sizes | {"initializer_range": 0.7, "residual_initializer_range": 0.7} | fields)
+    )
     model = GMAModel(config).eval()
     decays = []
     for module in model.modules():

@@ -31,7 +31,9 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 def model():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_components": 4}
-    return GMAForCausalLM(GMAConfig(vocab_size=300, **sizes, initializer_range=0.5)).eval()
+    return GMAForCausalLM(
+        GMAConfig(vocab_size=300, **sizes, initializer_range=0.5, residual_initializer_range=0.5)
+    ).eval()
 
 
 def brute_force(model, stream, window, stride):
@@ -67,7 +69,9 @@ def test_positions(mixer, piece):
     fields = {"position_embedding_type": "none", "forget_gate": mixer == "gma"}
     if mixer == "hybrid":
         mixer, fields = "gma", fields | {"layer_types": ["hybrid_sliding"] * 2, "sliding_window": 4}
-    twin = build_twin(GMAConfig(vocab_size=50, **sizes, **fields, initializer_range=0.5), mixer).eval()
+    twin = build_twin(
+        GMAConfig(vocab_size=50, **sizes, **fields, initializer_range=0.5, residual_initializer_range=0.5), mixer
+    ).eval()
     stream = [0, *torch.randint(1, 50, (45,)).tolist()]
     blocks = Blocks(Dataset.from_dict({"input_ids": [stream]}), 16, 0)
     sums, counts = position_losses(twin, blocks, 16, 16, batch_size=2, piece=piece)
