@@ -175,6 +175,7 @@ class GMAPreTrainedModel(PreTrainedModel):
             init.constant_(module.bias, FORGET_GATE_BIAS)
         elif isinstance(module, ResidualProjection):
             residual_std = self.config.residual_initializer_range
+            # As wide as the others, it stays as drawn with them.
             if residual_std != self.config.initializer_range:
                 init.normal_(module.weight, std=residual_std)
 

@@ -199,9 +199,7 @@ class ModelArguments(LoopArguments):
     initializer_range: float = field(default=0.02, metadata={"help": "Spread of weights and embeddings at the start."})
     residual_initializer_range: float | None = field(
         default=None,
-        metadata={
-            "help": "Spread of projections that add to the hidden states; by default less, by twice the layers."
-        },
+        metadata={"help": "Of projections that add to hidden states; by default the spread / (2 * layers)."},
     )
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
     output_gate: bool = field(
