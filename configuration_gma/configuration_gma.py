@@ -59,8 +59,7 @@ class GMAConfig(PreTrainedConfig):
             Standard deviation of weights and embeddings at the start.
         residual_initializer_range (`float`, *optional*, defaults to `initializer_range / (2 * num_hidden_layers)`):
             Standard deviation, at the start, of the last projection of each mixer and MLP, whose output is added to
-            the hidden states. Averages over many tokens are alike in all layers and add up; as wide as the others,
-            these projections would drown the embeddings.
+            the hidden states.
         forget_gate (`bool`, defaults to `False`):
             Whether each GMA head scales its memory before each token by a learned, token-dependent factor. Causal
             only.

@@ -61,10 +61,7 @@ class GMAForgetGate(nn.Module):
 
 
 class GMAOutputGate(nn.Module):
-    """What a token lets through of the values that heads bring, a factor each: silu of a projection.
-
-    At the start factors are of either sign, so that what averages over many tokens have in common cancels out.
-    """
+    """What a token lets through of the values that heads bring, a factor each: silu of a projection."""
 
     def __init__(self, hidden_size: int, value_size: int):
         super().__init__()
