@@ -191,6 +191,9 @@ class ModelArguments(LoopArguments):
     num_hidden_layers: int = field(default=6, metadata={"help": "Number of blocks."})
     num_attention_heads: int = field(default=8, metadata={"help": "Heads in each block."})
     num_components: int = field(default=128, metadata={"help": "Mixture components in each head, K."})
+    intermediate_size: int | None = field(
+        default=None, metadata={"help": "Width inside MLPs; by default four times the model's."}
+    )
     hidden_dropout: float = field(default=0.0, metadata={"help": "Dropout."})
     routing_dim: int | None = field(
         default=None, metadata={"help": "Of queries and keys in a head; by default its share."}
@@ -255,6 +258,7 @@ class ModelArguments(LoopArguments):
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
             num_components=self.num_components,
+            intermediate_size=self.intermediate_size,
             hidden_dropout=self.hidden_dropout,
             routing_dim=self.routing_dim,
             value_dim=self.value_dim,
