@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as CacheLayer
@@ -60,6 +61,21 @@ class GMAForgetGate(nn.Module):
         return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
 
 
+class _SiluGate(torch.autograd.Function):
+    """x * silu(gate), of which backward keeps x and gate alone."""
+
+    @staticmethod
+    def forward(ctx, x, gate):
+        ctx.save_for_backward(x, gate)
+        return x * F.silu(gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x, gate = ctx.saved_tensors
+        return gradient * F.silu(gate), torch.ops.aten.silu_backward(gradient * x, gate)
+
+
 class GMAOutputGate(nn.Module):
     """What a token lets through of the values that heads bring, a factor each: silu of a projection."""
 
@@ -69,7 +85,7 @@ class GMAOutputGate(nn.Module):
 
     def forward(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, N, value_size) and (B, N, hidden_size) -> (B, N, value_size)."""
-        return output * F.silu(self.proj(hidden_states)).view_as(output)
+        return _SiluGate.apply(output, self.proj(hidden_states).view_as(output))
 
 
 class GMAQueryProjection(Linear):

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_gma import GMAAttention, GMAConfig, GMAModel
-from modeling_gma.attention import QUERY_BIAS
+from modeling_gma.attention import QUERY_BIAS, GMAOutputGate
 from modeling_gma.mixture import GaussianMixture
 
 
@@ -94,6 +94,17 @@ def test_output_gate_scales_what_heads_bring(is_causal, tiny_config):
         mixer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         mixer(x)
     torch.testing.assert_close(seen[1], seen[0] * torch.nn.functional.silu(x @ gated.output_gate.proj.weight.T))
+
+
+def test_output_gate_keeps_two_tensors_and_has_gradients():
+    gate = GMAOutputGate(6, 8).double()
+    gate.proj.requires_grad_(False)
+    output, x = (torch.randn(2, 5, size, dtype=torch.float64, requires_grad=True) for size in (8, 6))
+    assert torch.autograd.gradcheck(gate, (output, x))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        gate(output, x)
+    assert sum(tensor.shape == (2, 5, 8) for tensor in kept) == 2
 
 
 def test_score_weights_are_kept_with_the_state_they_belong_to(tiny_config):
