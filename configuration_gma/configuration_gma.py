@@ -64,7 +64,8 @@ class GMAConfig(PreTrainedConfig):
             Whether each GMA head scales its memory before each token by a learned, token-dependent factor. Causal
             only.
         output_gate (`bool`, defaults to `False`):
-            Whether a token scales what the heads bring it, value by value, by a learned factor (silu of a projection).
+            Whether a token scales what the heads bring it, value by value, by a learned factor (silu of a projection),
+            and has its own value in it, as much as is learned.
         layer_types (`list[str]`, *optional*):
             What each layer is, by transformers' names: `"linear_attention"`, all heads GMA, which is the default;
             `"hybrid_sliding"`, the first `num_local_heads` heads exact softmax attention within `sliding_window` and

@@ -37,6 +37,9 @@ from .sliding import (
 # sigmoid(4) = 0.982: memory starts with a half-life of 38 tokens.
 FORGET_GATE_BIAS = 4.0
 
+# What an output gate begins with of a token's own value, beside what heads bring.
+OWN_VALUE = 0.0
+
 # How far from zero the queries of a head begin, in lengths of routing vectors, where memory does not fade. Every key
 # writes the same mass, so that queries without a preference read all tokens alike; with one, keys of its component
 # count more from the first step on, and it is the head's to learn which. Memory that fades prefers what is near.
@@ -61,31 +64,43 @@ class GMAForgetGate(nn.Module):
         return F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
 
 
-class _SiluGate(torch.autograd.Function):
-    """x * silu(gate), of which backward keeps x and gate alone."""
+class _GatedSum(torch.autograd.Function):
+    """(x + own * value) * silu(gate), of which backward keeps what goes in alone."""
 
     @staticmethod
-    def forward(ctx, x, gate):
-        ctx.save_for_backward(x, gate)
-        return x * F.silu(gate)
+    def forward(ctx, x, value, own, gate):
+        ctx.save_for_backward(x, value, own, gate)
+        return torch.addcmul(x, own.to(x.dtype), value) * F.silu(gate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        x, gate = ctx.saved_tensors
-        return gradient * F.silu(gate), torch.ops.aten.silu_backward(gradient * x, gate)
+        x, value, own, gate = ctx.saved_tensors
+        factor = own.to(x.dtype)
+        by_sum = gradient * F.silu(gate)
+        by_gate = torch.ops.aten.silu_backward(gradient * torch.addcmul(x, factor, value), gate)
+        by_own = (by_sum * value).flatten(0, -2).sum(0, dtype=own.dtype)
+        return by_sum, by_sum * factor, by_own, by_gate
 
 
 class GMAOutputGate(nn.Module):
-    """What a token lets through of the values that heads bring, a factor each: silu of a projection."""
+    """What a token lets through of the values that heads bring, and of its own: silu of a projection.
+
+    How much its own value counts beside them is a learned factor a channel.
+    """
 
     def __init__(self, hidden_size: int, value_size: int):
         super().__init__()
         self.proj = Linear(hidden_size, value_size, bias=False)
+        # Named for `Trainer`, as the mixture is: weight decay would draw it back to nothing.
+        self.own_norm = nn.Parameter(torch.full((value_size,), OWN_VALUE))
 
-    def forward(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, N, value_size) and (B, N, hidden_size) -> (B, N, value_size)."""
-        return _SiluGate.apply(output, self.proj(hidden_states).view_as(output))
+    def forward(self, output: torch.Tensor, hidden_states: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+        """(B, N, value_size), (B, N, hidden_size) and, if tokens have one, their value -> (B, N, value_size)."""
+        gate = self.proj(hidden_states).view_as(output)
+        if value is None:
+            return output * F.silu(gate)
+        return _GatedSum.apply(output, value.reshape(output.shape), self.own_norm, gate)
 
 
 class GMAQueryProjection(Linear):
@@ -209,7 +224,8 @@ class GMAAttention(nn.Module):
         source = key_value_states if is_cross else hidden_states
         query = self._heads(self.q_proj(hidden_states))
         key = self._heads(self.k_proj(source))
-        value = self._heads(self.v_proj(source))
+        own_value = self.v_proj(source)
+        value = self._heads(own_value)
         options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens}
         local_output = local_weights = None
         if self.num_local_heads:
@@ -250,7 +266,7 @@ class GMAAttention(nn.Module):
             keep_count(past_key_values, tokens_seen, self.layer_idx)
         output = output.transpose(1, 2).reshape(batch, length, -1)
         if self.output_gate is not None:
-            output = self.output_gate(output, hidden_states)
+            output = self.output_gate(output, hidden_states, None if is_cross else own_value)
         return self.o_proj(output), weights, responsibilities
 
     def _mix(self, query, key, value, past_key_values, output_attentions, output_responsibilities, **options):

@@ -34,8 +34,10 @@ from configuration_gma import GMAConfig
 
 from .attention import (
     FORGET_GATE_BIAS,
+    OWN_VALUE,
     GMAAttention,
     GMAForgetGate,
+    GMAOutputGate,
     GMAQueryProjection,
     cached_count,
     check_cache,
@@ -173,6 +175,8 @@ class GMAPreTrainedModel(PreTrainedModel):
             module.reset_bias(routing_std)
         elif isinstance(module, GMAForgetGate):
             init.constant_(module.bias, FORGET_GATE_BIAS)
+        elif isinstance(module, GMAOutputGate):
+            init.constant_(module.own_norm, OWN_VALUE)
         elif isinstance(module, ResidualProjection):
             residual_std = self.config.residual_initializer_range
             # As wide as the others, it stays as drawn with them.

@@ -61,6 +61,12 @@ def browser():
         browser.close()
 
 
+@pytest.fixture(autouse=True)
+def own_values_count(monkeypatch):
+    """Models whose output gates have something of tokens' own values from the start."""
+    monkeypatch.setattr("modeling_gma.modeling_gma.OWN_VALUE", 0.5)
+
+
 @pytest.fixture
 def tiny_config():
     """A function that makes a config small enough for tests, with the given fields changed."""

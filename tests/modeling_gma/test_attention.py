@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_gma import GMAAttention, GMAConfig, GMAModel
-from modeling_gma.attention import QUERY_BIAS, GMAOutputGate
+from modeling_gma.attention import QUERY_BIAS, GMAOutputGate, _GatedSum
 from modeling_gma.mixture import GaussianMixture
 
 
@@ -85,7 +85,7 @@ def test_forget_gate_starts_by_keeping(tiny_config):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_output_gate_scales_what_heads_bring(is_causal, tiny_config):
+def test_output_gate_scales_what_heads_bring_and_the_own_value(is_causal, tiny_config):
     plain = GMAAttention(tiny_config(is_causal=is_causal))
     gated = GMAAttention(tiny_config(is_causal=is_causal, output_gate=True))
     gated.load_state_dict(plain.state_dict(), strict=False)
@@ -93,18 +93,32 @@ def test_output_gate_scales_what_heads_bring(is_causal, tiny_config):
     for mixer in (plain, gated):
         mixer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         mixer(x)
-    torch.testing.assert_close(seen[1], seen[0] * torch.nn.functional.silu(x @ gated.output_gate.proj.weight.T))
+    factor = torch.nn.functional.silu(x @ gated.output_gate.proj.weight.T)
+    torch.testing.assert_close(seen[1], seen[0] * factor)  # at the start
+    torch.nn.init.normal_(gated.output_gate.own_norm)
+    gated(x)
+    torch.testing.assert_close(seen[2], (seen[0] + gated.output_gate.own_norm * gated.v_proj(x)) * factor)
 
 
-def test_output_gate_keeps_two_tensors_and_has_gradients():
+def test_cross_attention_through_an_output_gate_has_no_own_value(tiny_config):
+    mixer = GMAAttention(tiny_config(is_causal=False, output_gate=True))
+    x, y = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    before, _, _ = mixer(x, key_value_states=y)
+    torch.nn.init.normal_(mixer.output_gate.own_norm)
+    torch.testing.assert_close(mixer(x, key_value_states=y)[0], before)
+
+
+def test_output_gate_keeps_what_goes_in_and_has_gradients():
     gate = GMAOutputGate(6, 8).double()
+    torch.nn.init.normal_(gate.own_norm)
     gate.proj.requires_grad_(False)
-    output, x = (torch.randn(2, 5, size, dtype=torch.float64, requires_grad=True) for size in (8, 6))
-    assert torch.autograd.gradcheck(gate, (output, x))
+    output, x, value = (torch.randn(2, 5, size, dtype=torch.float64, requires_grad=True) for size in (8, 6, 8))
+    assert torch.autograd.gradcheck(gate, (output, x, value))
+    assert torch.autograd.gradcheck(lambda own: _GatedSum.apply(output, value, own, output), (gate.own_norm,))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        gate(output, x)
-    assert sum(tensor.shape == (2, 5, 8) for tensor in kept) == 2
+        gate(output, x, value)
+    assert sum(tensor.shape == (2, 5, 8) for tensor in kept) == 3  # two of which are kept anyway
 
 
 def test_score_weights_are_kept_with_the_state_they_belong_to(tiny_config):

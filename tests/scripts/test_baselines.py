@@ -598,11 +598,15 @@ def test_twins_with_an_output_gate(name, tiny_config):
     gated = build_mixer(tiny_config(output_gate=True, **positions), name)
     plain = build_mixer(tiny_config(**positions), name)
     plain.load_state_dict({key: value for key, value in gated.state_dict().items() if "output_gate" not in key})
+    torch.nn.init.normal_(gated.output_gate.own_norm)
     x, seen = torch.randn(2, 9, 32), []
     for mixer in (plain, gated):
         mixer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        mixer(x)
-    torch.testing.assert_close(seen[1], seen[0] * torch.nn.functional.silu(x @ gated.output_gate.proj.weight.T))
+        output, _, _ = mixer(x)
+    own = gated.output_gate.own_norm * gated.v_proj(x)
+    torch.testing.assert_close(seen[1], (seen[0] + own) * F.silu(x @ gated.output_gate.proj.weight.T))
+    packed, _, _ = gated(x.flatten(0, 1).unsqueeze(0), cu_seqlens=torch.tensor([0, 9, 18]))
+    torch.testing.assert_close(packed.view_as(output), output)
     with pytest.raises(ValueError, match='`output_gate=True` goes with any mixer but "mamba"'):
         build_mixer(tiny_config(output_gate=True), "mamba")
 
