@@ -170,7 +170,8 @@ def main() -> None:
     folder = arguments.output_dir
     write_json(folder / "training.json", {"rows": rows, "settings": settings, "environment": environment("cpu")})
     write_text(folder / "training.md", "\n".join(table(rows)) + "\n")
-    plot(rows, folder / "training.png")
+    if any(row["status"] == "ok" for row in rows):
+        plot(rows, folder / "training.png")
     print("\n".join(table(rows)))
     print(f"written to {folder}: training.json, training.md, training.png")
 
