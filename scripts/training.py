@@ -207,7 +207,9 @@ class ModelArguments(LoopArguments):
     position_embedding_type: str = field(default="learned", metadata={"help": "learned, sinusoidal or none."})
     output_gate: bool = field(
         default=False,
-        metadata={"help": "Let tokens scale what heads bring them, any mixer's but mamba's (not in the paper)."},
+        metadata={
+            "help": "Let tokens scale what heads bring them, and their own values; not in the paper, nor with mamba."
+        },
     )
     layer_types: str | None = field(
         default=None,
