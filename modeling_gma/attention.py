@@ -34,8 +34,8 @@ from .sliding import (
 )
 
 
-# sigmoid(4) = 0.982: memory starts with a half-life of 38 tokens.
-FORGET_GATE_BIAS = 4.0
+# Of the first head and of the last: memories begin with half-lives of 2 to 280 tokens.
+FORGET_GATE_BIAS = (1.0, 6.0)
 
 # What an output gate begins with of a token's own value, beside what heads bring.
 OWN_VALUE = 0.0
@@ -57,7 +57,13 @@ class GMAForgetGate(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int):
         super().__init__()
         self.proj = nn.Linear(hidden_size, num_heads, bias=False)
-        self.bias = nn.Parameter(torch.full((num_heads,), FORGET_GATE_BIAS))
+        self.bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_bias()
+
+    @torch.no_grad()
+    def reset_bias(self, first: float = FORGET_GATE_BIAS[0], last: float = FORGET_GATE_BIAS[1]) -> None:
+        """Begin evenly between what the first and the last head have; one alone has what the last would."""
+        init.copy_(self.bias, torch.linspace(last, first, len(self.bias)).flip(0))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate = self.proj(hidden_states) + self.bias

@@ -33,7 +33,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from configuration_gma import GMAConfig
 
 from .attention import (
-    FORGET_GATE_BIAS,
     OWN_VALUE,
     GMAAttention,
     GMAForgetGate,
@@ -174,7 +173,7 @@ class GMAPreTrainedModel(PreTrainedModel):
         elif isinstance(module, GMAQueryProjection):
             module.reset_bias(routing_std)
         elif isinstance(module, GMAForgetGate):
-            init.constant_(module.bias, FORGET_GATE_BIAS)
+            module.reset_bias()
         elif isinstance(module, GMAOutputGate):
             init.constant_(module.own_norm, OWN_VALUE)
         elif isinstance(module, ResidualProjection):

@@ -145,8 +145,7 @@ class LanguageModelling(Task):
                 torch.nn.init.zeros_(module.bias)
                 module.reset_bias(routing_std, arguments.query_bias)
             elif isinstance(module, GMAForgetGate) and arguments.forget_gate_bias is not None:
-                first, last = arguments.forget_gate_bias[0], arguments.forget_gate_bias[-1]
-                module.bias.data = torch.linspace(first, last, len(module.bias))
+                module.reset_bias(arguments.forget_gate_bias[0], arguments.forget_gate_bias[-1])
         if arguments.variation is not None:
             vary(self.model, arguments.variation)
         accelerator.print(

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from modeling_gma import GMAAttention, GMAConfig, GMAModel
 from modeling_gma.attention import QUERY_BIAS, GMAOutputGate, _GatedSum
+from modeling_gma.diagnostics import half_life
 from modeling_gma.mixture import GaussianMixture
 
 
@@ -77,11 +78,16 @@ def test_a_mixer_alone_counts_what_its_cache_has_seen(mixer, tiny_config):
     assert cache.layers[0].conv_states[0].squeeze(-1).tolist() == [[12, 9], [12, 12]]
 
 
-def test_forget_gate_starts_by_keeping(tiny_config):
-    mixer = GMAModel(tiny_config(forget_gate=True)).layers[0].mixer
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_forget_gates_begin_apart(heads, tiny_config):
+    mixer = GMAModel(tiny_config(forget_gate=True, num_attention_heads=heads)).layers[0].mixer
     log_decay = mixer.forget_gate(torch.zeros(1, 5, 32))
-    assert log_decay.shape == (1, 4, 5)
-    assert (log_decay.exp() > 0.98).all() and (log_decay < 0).all()
+    assert log_decay.shape == (1, heads, 5)
+    found = half_life(log_decay)[0, :, 0]
+    assert found[-1].round() == 280
+    if heads > 1:
+        assert 2 < found[0] < 2.5
+    assert (found.diff() > 0).all()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
