@@ -60,7 +60,6 @@ class GMAForgetGate(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_heads))
         self.reset_bias()
 
-    @torch.no_grad()
     def reset_bias(self, first: float = FORGET_GATE_BIAS[0], last: float = FORGET_GATE_BIAS[1]) -> None:
         """Begin evenly between what the first and the last head have; one alone has what the last would."""
         init.copy_(self.bias, torch.linspace(last, first, len(self.bias)).flip(0))

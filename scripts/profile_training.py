@@ -1,11 +1,12 @@
-"""Train whole decoders at several lengths: tokens a second, and bytes that forward keeps for backward.
+"""Train whole decoders at several lengths: tokens a second, and bytes that they keep for backward, the loss aside.
 
     python scripts/profile_training.py scripts/configs/two_cores.yaml --systems sdpa sdpa_rope gma:64:forget:gate \\
         --lengths 1024 4096 16384 65536
 
 The YAML file is one of `train_wikitext.py`, and systems are named as in compare_language_models.py. A step is forward,
 backward and AdamW's step, on random tokens, in float32; systems take turns, and the best time counts. What would take
-longer than --max_seconds a step is left out. Writes training.json, training.md and training.png.
+longer than --max_seconds a step is left out. Writes training.json, training.md and training.png, again after each
+length.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -49,11 +51,11 @@ class Steps:
         self.seconds.append(time.perf_counter() - start)
 
 
-def measure(arguments: argparse.Namespace) -> list[dict]:
-    """A row for each system and length."""
+def measure(arguments: argparse.Namespace) -> Iterator[list[dict]]:
+    """Rows for each system and the lengths so far."""
     rows, before = [], {}
     progress = tqdm(total=len(arguments.lengths) * (arguments.repetitions + 1), desc="timing", unit="round")
-    for length in sorted(arguments.lengths):
+    for length in arguments.lengths:
         batch = max(1, arguments.tokens // length)
         running = {}
         for system in arguments.systems:
@@ -69,6 +71,7 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
                 steps = Steps(train_arguments(arguments, system, length), batch, arguments.seed)
                 row["parameters"] = sum(parameter.numel() for parameter in steps.model.parameters())
                 row["saved_bytes_per_token"] = saved_bytes(steps.model, steps.tokens) / (batch * length)
+                steps.optimizer.zero_grad()
                 running[system] = (row, steps)
             except Exception as error:
                 row["status"] = what_went_wrong(error)
@@ -88,8 +91,8 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
                 row |= {"best_seconds": min(seconds), "median_seconds": statistics.median(seconds)}
                 row["tokens_per_second"] = batch * length / min(seconds)
                 before[system] = (min(seconds), length, batch)
+        yield rows
     progress.close()
-    return rows
 
 
 def train_arguments(arguments: argparse.Namespace, system: str, length: int) -> TrainArguments:
@@ -102,7 +105,10 @@ def table(rows: list[dict]) -> list[str]:
     lengths = sorted({row["length"] for row in rows})
     first = {row["length"]: row for row in rows if row["system"] == rows[0]["system"]}
     lines = [f"The second number in a cell is that of {label(rows[0]['system'])} as 1."]
-    for name, unit in (("tokens_per_second", "tokens/s"), ("saved_bytes_per_token", "bytes kept a token")):
+    for name, unit in (
+        ("tokens_per_second", "tokens/s"),
+        ("saved_bytes_per_token", "bytes kept a token, the loss aside"),
+    ):
         lines += ["", f"| {unit} | " + " | ".join(f"N={length}" for length in lengths) + " |"]
         lines.append("| --- |" + " ---: |" * len(lengths))
         for system in dict.fromkeys(row["system"] for row in rows):
@@ -152,6 +158,8 @@ def main() -> None:
     if min(arguments.lengths) < 2 or arguments.repetitions < 1:
         shortest, times = min(arguments.lengths), arguments.repetitions
         parser.error(f"--lengths must be at least 2 and --repetitions at least 1, got {shortest} and {times}.")
+    arguments.systems = list(dict.fromkeys(arguments.systems))
+    arguments.lengths = sorted(set(arguments.lengths))
     if arguments.config and not Path(arguments.config).is_file():
         parser.error(f"{arguments.config} is not a file.")
     try:
@@ -164,16 +172,16 @@ def main() -> None:
         train_arguments(arguments, system, min(arguments.lengths))
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
-    rows = measure(arguments)
     settings = {name: getattr(arguments, name) for name in ("tokens", "repetitions", "seed")}
     settings["config"] = arguments.config and Path(arguments.config).name
     folder = arguments.output_dir
-    write_json(folder / "training.json", {"rows": rows, "settings": settings, "environment": environment("cpu")})
-    write_text(folder / "training.md", "\n".join(table(rows)) + "\n")
-    if any(row["status"] == "ok" for row in rows):
-        plot(rows, folder / "training.png")
-    print("\n".join(table(rows)))
-    print(f"written to {folder}: training.json, training.md, training.png")
+    for rows in measure(arguments):
+        write_json(folder / "training.json", {"rows": rows, "settings": settings, "environment": environment("cpu")})
+        write_text(folder / "training.md", "\n".join(table(rows)) + "\n")
+        if any(row["status"] == "ok" for row in rows):
+            plot(rows, folder / "training.png")
+    print((folder / "training.md").read_text(), end="")
+    print(f"written to {folder}: " + ", ".join(sorted(path.name for path in folder.glob("training.*"))))
 
 
 if __name__ == "__main__":

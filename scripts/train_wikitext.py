@@ -70,7 +70,9 @@ class Arguments(DecoderArguments):
     )
     forget_gate_bias: list[float] | None = field(
         default=None,
-        metadata={"help": "Bias of forget gates at the start: one, or of the first and last head, evenly between."},
+        metadata={
+            "help": "Bias of forget gates at the start: one, or those of the first and last head, the others between."
+        },
     )
 
     def __post_init__(self):

@@ -74,7 +74,7 @@ def test_a_mixture_or_mixer_alone_is_ready_to_use(tiny_config):
 
 
 def test_parameter_groups(tiny_config):
-    model = GMAModel(tiny_config(forget_gate=True))
+    model = GMAModel(tiny_config(forget_gate=True, output_gate=True))
     decayed, free = parameter_groups(model, weight_decay=0.3)
     names = {p: name for name, p in model.named_parameters()}
     assert decayed["weight_decay"] == 0.3 and free["weight_decay"] == 0.0
@@ -90,7 +90,7 @@ def test_parameter_groups(tiny_config):
 def test_trainer_makes_the_same_groups(tiny_config, tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    model = GMAModel(tiny_config(forget_gate=True))
+    model = GMAModel(tiny_config(forget_gate=True, output_gate=True))
     trainer = Trainer(model, TrainingArguments(output_dir=tmp_path, weight_decay=0.3, report_to=[]))
     theirs = trainer.create_optimizer().param_groups
     ours = parameter_groups(model, 0.3)

@@ -213,15 +213,17 @@ def test_a_head_can_start_from_another(tiny_config, tmp_path):
 
 def test_meta_device_initialisation_matches_plain(tiny_config, tmp_path):
     """What from_pretrained fills in for missing weights is what the constructor would have made."""
-    model = GMAForCausalLM(tiny_config(forget_gate=True))
-    state = {k: v for k, v in model.state_dict().items() if "mixture_norm" not in k and "forget_gate" not in k}
+    model = GMAForCausalLM(tiny_config(**GATES))
+    made_up = ("mixture_norm", "forget_gate", "own_norm")
+    state = {k: v for k, v in model.state_dict().items() if not any(name in k for name in made_up)}
     model.save_pretrained(tmp_path, state_dict=state)
     loaded, info = GMAForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert len(info["missing_keys"]) == 2 * (3 + 2)
+    assert len(info["missing_keys"]) == 2 * (3 + 2 + 1)
     mixer, fresh = loaded.model.layers[0].mixer, model.model.layers[0].mixer
     assert (mixer.mixture_norm.alpha == 0).all()
     assert torch.equal(mixer.mixture_norm.omega, fresh.mixture_norm.omega)
     assert torch.equal(mixer.forget_gate.bias, fresh.forget_gate.bias)
+    assert (mixer.output_gate.own_norm == 0.5).all()  # as tests have it
     norms = [m.mixture_norm.mu.norm(dim=-1) for m in (mixer, fresh)]
     torch.testing.assert_close(norms[0].mean(), norms[1].mean(), rtol=0.2, atol=0)
 

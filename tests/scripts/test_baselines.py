@@ -545,7 +545,8 @@ def test_rotary_attention_alone(tiny_config):
 
 @pytest.mark.parametrize("mixer", ["eager", "sdpa", "linear", "performer", "linformer"])
 def test_cross_attention(mixer, tiny_config):
-    mixer = build_mixer(tiny_config(is_causal=False), mixer, **SMALL)
+    mixer = build_mixer(tiny_config(is_causal=False, output_gate=True), mixer, **SMALL)
+    torch.nn.init.normal_(mixer.output_gate.own_norm)
     x, y = torch.randn(2, 5, 32), torch.randn(2, 9, 32)
     output = mixer(x, key_value_states=y)[0]
     assert output.shape == x.shape
