@@ -229,8 +229,8 @@ class GMAAttention(nn.Module):
         source = key_value_states if is_cross else hidden_states
         query = self._heads(self.q_proj(hidden_states))
         key = self._heads(self.k_proj(source))
-        own_value = self.v_proj(source)
-        value = self._heads(own_value)
+        flat_value = self.v_proj(source)
+        value = self._heads(flat_value)
         options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens}
         local_output = local_weights = None
         if self.num_local_heads:
@@ -271,7 +271,7 @@ class GMAAttention(nn.Module):
             keep_count(past_key_values, tokens_seen, self.layer_idx)
         output = output.transpose(1, 2).reshape(batch, length, -1)
         if self.output_gate is not None:
-            output = self.output_gate(output, hidden_states, None if is_cross else own_value)
+            output = self.output_gate(output, hidden_states, None if is_cross else flat_value)
         return self.o_proj(output), weights, responsibilities
 
     def _mix(self, query, key, value, past_key_values, output_attentions, output_responsibilities, **options):

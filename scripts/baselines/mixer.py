@@ -139,8 +139,8 @@ class ProjectedMixer(Mixer):
         self.output_gate = GMAOutputGate(config.hidden_size, value_size) if config.output_gate else None
 
     def mix(self, hidden_states, source, attention_mask, past_key_values, position_ids, is_causal, **options):
-        query, key, own_value = self.q_proj(hidden_states), self.k_proj(source), self.v_proj(source)
-        query, key, value = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (query, key, own_value))
+        query, key, flat_value = self.q_proj(hidden_states), self.k_proj(source), self.v_proj(source)
+        query, key, value = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (query, key, flat_value))
         if position_ids is None:
             position_ids = self.count_positions(hidden_states, attention_mask, past_key_values)
         output, weights = self.attend(
@@ -155,7 +155,7 @@ class ProjectedMixer(Mixer):
         )
         output = output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)
         if self.output_gate is not None:
-            output = self.output_gate(output, hidden_states, own_value if source is hidden_states else None)
+            output = self.output_gate(output, hidden_states, flat_value if source is hidden_states else None)
         return self.o_proj(output), weights
 
 
