@@ -147,13 +147,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("config", nargs="?", help="YAML file of train_wikitext.py (default: the paper's decoder)")
-    parser.add_argument("--systems", nargs="+", default=["sdpa", "sdpa_rope", "gma:64:forget", "gma:64:forget:gate"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 65536], help="tokens a sequence")
+    systems = ["sdpa", "sdpa_rope", "gma:64:forget", "gma:64:forget:gate"]
+    lengths = [1024, 4096, 16384, 65536]
+    parser.add_argument("--systems", nargs="+", default=systems, help="what to train (default: %(default)s)")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=lengths, help="tokens in a sequence (default: %(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a step, or one sequence (default: 4096)")
     parser.add_argument("--repetitions", type=int, default=5, help="steps that are timed (default: 5)")
     parser.add_argument("--max_seconds", type=float, default=60, help="longest step that is tried (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: 0)")
-    parser.add_argument("--output_dir", type=Path, default=Path("training_speed"), help="folder for what is written")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("training_speed"), help="for what is written (%(default)s)"
+    )
     arguments = parser.parse_args()
     if min(arguments.lengths) < 2 or arguments.repetitions < 1:
         shortest, times = min(arguments.lengths), arguments.repetitions
