@@ -58,19 +58,19 @@ def report_lines(results: dict) -> list[str]:
 def summary_lines(results: dict) -> list[str]:
     """The short table: GMA with 128 components beside its opponents, in tokens/s forward and backward."""
     rows = results["blocks"]
-    speeds = {(row["direction"], row["system"], row["length"]): _throughput(row) for row in rows if _throughput(row)}
+    times = {(row["direction"], row["system"], row["length"]): row["train"] for row in rows if "train" in row}
     lengths = sorted({row["length"] for row in rows})
     body = []
     for direction in dict.fromkeys(row["direction"] for row in rows):
         for opponent in OPPONENTS:
-            cells = [_ratio(speeds, (direction, "gma:128", n), (direction, opponent, n)) for n in lengths]
+            cells = [_ratio(times, (direction, "gma:128", n), (direction, opponent, n)) for n in lengths]
             if any(cells):
                 body.append([f"{direction}, over {opponent}", *cells])
     return table(["GMA, K=128", *(f"N={n}" for n in lengths)], body)
 
 
-def _ratio(speeds: dict, place, opponent) -> str:
-    return f"{speeds[place] / speeds[opponent]:.2f}x" if place in speeds and opponent in speeds else ""
+def _ratio(times: dict, place, opponent, kind: str = "best_seconds") -> str:
+    return f"{times[opponent][kind] / times[place][kind]:.2f}x" if place in times and opponent in times else ""
 
 
 def trouble(row: dict) -> str | None:
@@ -119,9 +119,9 @@ def short(row: dict) -> str:
 
 
 def ratio_lines(rows: list[dict], direction: str) -> list[str]:
-    """How many times the tokens/s of another mixer, in the same run."""
-    speeds = {(row["system"], row["length"]): _throughput(row) for row in rows if _throughput(row)}
-    lengths = sorted({length for _, length in speeds})
+    """How many times the tokens/s of another mixer, in the same run, and how many times at both arithmetic limits."""
+    times = {(row["system"], row["length"]): row["train"] for row in rows if "train" in row}
+    lengths = sorted({length for _, length in times})
     systems = list(dict.fromkeys(row["system"] for row in rows))
     pairs = []
     for system in (name for name in systems if name.startswith("gma")):
@@ -131,13 +131,18 @@ def ratio_lines(rows: list[dict], direction: str) -> list[str]:
     pairs += [("sdpa:bfloat16", "sdpa")]
     body = []
     for system, opponent in pairs:
-        cells = [_ratio(speeds, (system, n), (opponent, n)) for n in lengths]
-        if any(cells):
+        pairs_by_length = [((system, n), (opponent, n)) for n in lengths]
+        measured = [_ratio(times, *pair) for pair in pairs_by_length]
+        limits = [_ratio(times, *pair, "limit_seconds") for pair in pairs_by_length]
+        if any(measured):
+            cells = [ratio and f"{ratio} ({limit})" for ratio, limit in zip(measured, limits)]
             body.append([f"{label(system)} over {label(opponent)}", *cells])
     if not body:
         return []
     return [
         f"## {direction.capitalize()}: ratios of tokens/s, forward and backward",
+        "",
+        "In brackets: what they would be if both were at their arithmetic limits.",
         "",
         *table(["", *(f"N={n}" for n in lengths)], body),
     ]
@@ -199,11 +204,15 @@ def plot(rows: list[dict], path: Path, value, title: str) -> None:
                 )
         lengths = sorted({row["length"] for row in rows if row["direction"] == direction})
         axis.set(xscale="log", yscale="log", xlabel="sequence length N", title=f"{direction}: {title}")
-        axis.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths], minor=False)
-        axis.set_xticks([], minor=True)
+        length_ticks(axis, lengths)
         axis.grid(True, which="both", alpha=0.25)
         axis.legend(fontsize=7, ncols=2)
     write_figure(path, figure)
+
+
+def length_ticks(axis, lengths: list[int]) -> None:
+    axis.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths], minor=False)
+    axis.set_xticks([], minor=True)
 
 
 def _is_in_plots(system: str) -> bool:

@@ -24,6 +24,7 @@ from files import write_figure, write_json, write_text
 from matplotlib import pyplot
 from memory import keep_freed_memory
 from profile_mixers import System, environment, expected_seconds, saved_bytes, what_went_wrong
+from profile_report import length_ticks
 from tqdm.auto import tqdm
 from train_wikitext import Arguments as TrainArguments
 from training import plain_ticks
@@ -136,8 +137,8 @@ def plot(rows: list[dict], path: Path) -> None:
         )
     panel.set(xscale="log", yscale="log", xlabel="tokens in a sequence", ylabel="tokens a second")
     panel.set_title("Training whole decoders")
-    for axis in (panel.xaxis, panel.yaxis):
-        plain_ticks(axis)
+    length_ticks(panel, sorted({row["length"] for row in rows}))
+    plain_ticks(panel.yaxis)
     panel.legend(fontsize=8)
     write_figure(path, figure)
 

@@ -817,7 +817,7 @@ class _Loop:
 def plain_ticks(axis) -> None:
     """60 and 240 on a logarithmic axis, not powers of ten."""
     for formatter in (axis.set_major_formatter, axis.set_minor_formatter):
-        formatter(StrMethodFormatter("{x:.4g}"))
+        formatter(StrMethodFormatter("{x:,.6g}"))
 
 
 class BareSteps:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from matrix_products import Product, Stopwatch, block_products, window_products
 from profile_mixers import Arguments, System, expected_seconds, run, saved_bytes, sharpen, what_went_wrong
-from profile_report import report_lines, summary_lines
+from profile_report import ratio_lines, report_lines, summary_lines
 
 from baselines import build_mixer
 from configuration_gma import GMAConfig
@@ -241,6 +241,16 @@ def test_saved_bytes_counts_storages_once():
     x = torch.randn(1, 10, 16, requires_grad=True)
     # The input, queries, keys, values, the output, and a log-sum a head and token; weights are not counted.
     assert saved_bytes(block, x) == (5 * 10 * 16 + 2 * 10) * 4
+
+
+def test_ratios_stand_beside_those_of_the_limits():
+    times = {"sdpa": (0.6, 0.3), "gma:64": (0.4, 0.1)}
+    rows = [
+        {"system": system, "length": 8, "train": {"best_seconds": best, "limit_seconds": limit}}
+        for system, (best, limit) in times.items()
+    ]
+    rows.append({"system": "sdpa", "length": 16, "train": {"best_seconds": 1.0, "limit_seconds": 1.0}})
+    assert "| GMA, K=64 over sdpa | 1.50x (3.00x) |  |" in ratio_lines(rows, "causal")
 
 
 def test_readme_shows_what_was_measured():
