@@ -85,6 +85,8 @@ def system_flags(system: str) -> list[str]:
     """Flags of a training script for a system such as gma:64:forget@learning_rate=4e-3."""
     name, *settings = system.split("@")
     mixer, *parts = name.split(":")
+    if mixer != "gma" and mixer not in NAMES:
+        raise ValueError(f"--systems: {system!r} has {mixer!r}, which is none of {['gma', *NAMES]}.")
     flags = ["--mixer", mixer]
     for part in parts:
         if part == "forget":

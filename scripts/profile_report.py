@@ -15,6 +15,7 @@ from matplotlib import pyplot
 
 # What is compared with what, in the table of ratios; a variant of GMA is compared with GMA.
 OPPONENTS = ("sdpa", "sdpa_rope", "linear", "mamba")
+COLOURS = pyplot.colormaps["tab20"]
 
 
 def write_report(results: dict, folder: Path) -> list[str]:
@@ -31,7 +32,7 @@ def report_lines(results: dict) -> list[str]:
     lines = [
         "# Mixers beside each other",
         "",
-        f"{about['device']}, {about['threads']} threads, {settings['dtype']} where nothing else is said, PyTorch "
+        f"{about['device']}, threads: {about['threads']}, {settings['dtype']} where nothing else is said, PyTorch "
         f"{about['torch']}, transformers {about['transformers']}. Best of up to {settings['repetitions']} repetitions "
         f"that take turns. In brackets: the share of the arithmetic limit, which is what the bare matrix products of "
         f"that shape would reach in the same run.",
@@ -48,8 +49,12 @@ def report_lines(results: dict) -> list[str]:
         if any("saved_bytes" in row for row in rows):
             lines += [f"## {direction.capitalize()}: megabytes kept for backward / at the peak", ""]
             lines += grid([row for row in rows if "saved_bytes" in row or "memory_status" in row], memory_cell)
-        notes = dict.fromkeys(f"{row['system']}, N={row['length']}: {trouble(row)}" for row in rows if trouble(row))
-        lines += [*(f"- {note}" for note in notes), ""] if notes else []
+        lengths = {}
+        for row in rows:
+            if trouble(row):
+                lengths.setdefault((row["system"], trouble(row)), []).append(str(row["length"]))
+        notes = [f"- {system}, N={', '.join(of)}: {what}" for (system, what), of in lengths.items()]
+        lines += [*notes, ""] if notes else []
     if results["decoding"]:
         lines += decoding_lines(results["decoding"])
     return lines
@@ -196,7 +201,7 @@ def plot(rows: list[dict], path: Path, value, title: str) -> None:
                 axis.plot(
                     *zip(*points),
                     label=label(system),
-                    color=f"C{number % 10}",
+                    color=COLOURS(number % COLOURS.N),
                     marker="o" if is_gma else "s",
                     linestyle="-" if is_gma else "--",
                     linewidth=2.0 if is_gma else 1.2,

@@ -105,7 +105,7 @@ def table(rows: list[dict]) -> list[str]:
     """Markdown lines: tokens a second and bytes kept, and both as multiples of the first system's."""
     lengths = sorted({row["length"] for row in rows})
     first = {row["length"]: row for row in rows if row["system"] == rows[0]["system"]}
-    lines = [f"The second number in a cell is that of {label(rows[0]['system'])} as 1."]
+    lines = [f"The second number in a cell is how many times that of {label(rows[0]['system'])} it is."]
     for name, unit in (
         ("tokens_per_second", "tokens/s"),
         ("saved_bytes_per_token", "bytes kept a token, the loss aside"),
@@ -139,7 +139,7 @@ def plot(rows: list[dict], path: Path) -> None:
     panel.set_title("Training whole decoders")
     length_ticks(panel, sorted({row["length"] for row in rows}))
     plain_ticks(panel.yaxis)
-    panel.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     write_figure(path, figure)
 
 
@@ -159,12 +159,13 @@ def main() -> None:
     parser.add_argument("--max_seconds", type=float, default=60, help="longest step that is tried (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: 0)")
     parser.add_argument(
-        "--output_dir", type=Path, default=Path("training_speed"), help="for what is written (%(default)s)"
+        "--output_dir", type=Path, default=Path("training_speed"), help="for what is written (default: %(default)s)"
     )
     arguments = parser.parse_args()
-    if min(arguments.lengths) < 2 or arguments.repetitions < 1:
-        shortest, times = min(arguments.lengths), arguments.repetitions
-        parser.error(f"--lengths must be at least 2 and --repetitions at least 1, got {shortest} and {times}.")
+    if min(arguments.lengths) < 2:
+        parser.error(f"--lengths must be at least 2, got {min(arguments.lengths)}.")
+    if arguments.repetitions < 1:
+        parser.error(f"--repetitions must be at least 1, got {arguments.repetitions}.")
     arguments.systems = list(dict.fromkeys(arguments.systems))
     arguments.lengths = sorted(set(arguments.lengths))
     if arguments.config and not Path(arguments.config).is_file():

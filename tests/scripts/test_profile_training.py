@@ -60,8 +60,9 @@ def test_what_does_not_run_is_a_row(profile, monkeypatch):
     [
         (["--systems", "gma:nothing"], "neither components nor forget"),
         (["--systems", "sdpa@layer_types=hybrid_sliding"], "--layer_types goes with --mixer gma"),
-        (["--lengths", "1"], "--lengths must be at least 2"),
-        (["--repetitions", "0"], "--repetitions at least 1"),
+        (["--systems", "sdpaa"], "--systems: 'sdpaa' has 'sdpaa', which is none of ['gma', 'sdpa',"),
+        (["--lengths", "1"], "--lengths must be at least 2, got 1."),
+        (["--repetitions", "0"], "--repetitions must be at least 1, got 0."),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(profile, tmp_path, flags, message, capsys):
