@@ -1,7 +1,7 @@
 """Train several mixers and seeds on associative recall, and show what each can recall of how much, from how far back.
 
     python scripts/compare_recall.py scripts/configs/two_cores_recall.yaml --output_dir comparison \\
-        --systems sdpa_rope mamba gma:64:forget gma:64:hybrid@sliding_window=16 --num_pairs 8 16 32 --seeds 0 1
+        --systems sdpa_rope mamba gma:64:forget gma:64:hybrid@sliding_window=16 --num_pairs 8 16 --seeds 0 1
 
 The YAML file is one of `train_recall.py`; flags that are not of this script go to it. With --num_pairs a model is
 trained for each of the numbers, without it one for all that the YAML file has. Systems are named as in

@@ -1,7 +1,7 @@
 """Train a causal model with any mixer on multi-query associative recall, the task that tells mixers apart.
 
     python scripts/train_recall.py scripts/configs/two_cores_recall.yaml --output_dir recall --mixer gma
-    python scripts/train_recall.py scripts/configs/two_cores_recall.yaml --output_dir recall32 --num_pairs 32
+    python scripts/train_recall.py scripts/configs/two_cores_recall.yaml --output_dir recall16 --num_pairs 16
     python scripts/train_recall.py scripts/configs/two_cores_recall.yaml --output_dir gated \\
         --forget_gate true --position_embedding_type none
 
