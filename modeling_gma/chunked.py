@@ -5,7 +5,7 @@ responsibilities; between chunks only states (K x (d_v + 1), the mass being the 
 
 The work goes through in tiles: a few heads, and a stretch of tokens, at a time, so that responsibilities stay in the
 processor's cache, in memory that every tile uses again. What is kept for backward is what goes in, what comes out, and
-one state for every stretch; responsibilities are computed again.
+the state between any two stretches; responsibilities are computed again.
 
 Inside, heads come first: x (h, b, n, ..) is then a batch of matrices for the weights of h heads, with rows and tokens
 as one dimension, and a batch of h * b matrices for the states, both without a copy.
@@ -155,25 +155,25 @@ def linear_attention(
     if key_mask is not None:
         unwritten = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(unwritten, 0.0), value.masked_fill(unwritten, 0.0)
-    if initial_state is None:
-        initial_state = torch.zeros(
-            *value.shape[:2], num_features, value.shape[-1] + 1, dtype=dtype, device=value.device
-        )
+    state = initial_state
+    if state is None:
+        state = torch.zeros(*value.shape[:2], num_features, value.shape[-1] + 1, dtype=dtype, device=value.device)
     if is_causal and value.shape[2] == 1:
         prepared = feature_map.prepare(*parameters)
         both = torch.cat([query, key], dim=2).to(dtype)
         read, write = feature_map.features(both, *prepared).split(1, dim=2)
-        state = initial_state if log_decay is None else initial_state * log_decay.exp().unsqueeze(-1)
+        state = state if log_decay is None else state * log_decay.exp().unsqueeze(-1)
         state = state + write.transpose(-1, -2) * _with_mass(value.to(dtype), key_mask)
         total = read @ state
         return (total[..., :-1] / (total[..., -1:] + eps)).to(value.dtype), state
     options = (key_mask, cu_seqlens, is_causal, eps, chunk_size)
     if torch.compiler.is_compiling():
         # The compiler tiles and recomputes by itself, and loops over tiles would tie its graph to one length.
-        return _in_one_piece(feature_map, query, key, value, log_decay, initial_state, *options, parameters)
+        return _in_one_piece(feature_map, query, key, value, log_decay, state, *options, parameters)
+    is_fresh = initial_state is None
     if is_causal or cu_seqlens is not None:
-        return _InChunks.apply(feature_map, query, key, value, log_decay, initial_state, *options, *parameters)
-    return _AtOnce.apply(feature_map, query, key, value, initial_state, key_mask, eps, *parameters)
+        return _InChunks.apply(feature_map, query, key, value, log_decay, state, is_fresh, *options, *parameters)
+    return _AtOnce.apply(feature_map, query, key, value, state, is_fresh, key_mask, eps, *parameters)
 
 
 def effective_decay(log_decay, key_mask):
@@ -232,21 +232,19 @@ class _AtOnce(torch.autograd.Function):
     """Every query reads what all keys wrote."""
 
     @staticmethod
-    def forward(ctx, feature_map, query, key, value, initial_state, key_mask, eps, *parameters):
+    def forward(ctx, feature_map, query, key, value, initial_state, is_fresh, key_mask, eps, *parameters):
         state = _inside(initial_state)
         work = _Work(feature_map, parameters, state)
-        for tile in _tiles(key, state):
-            write = work.features("features", tile, key, key_mask=key_mask)
-            written = state[tile.groups]
-            written[..., :-1, :] += _matmul(tile.of(value).to(state.dtype).mT, write)
-            written[..., -1, :] += write.sum(-2)
+        work.write_all(state, key, value, key_mask)
         output = _empty_like_heads(value, query.shape[2])
         normaliser = state.new_empty(query.shape[:3])
         for tile in _tiles(query, state):
             read = work.features("features", tile, query)
             tile.normalise(work.matmul("total", read, state[tile.groups].mT), eps, output, normaliser)
         ctx.feature_map = feature_map
-        ctx.save_for_backward(query, key, value, key_mask, state, output, normaliser, *parameters)
+        # A state that is not small beside the inputs is written again.
+        kept = None if is_fresh and key.shape[2] < _shortest_stretch(state, value) else state
+        ctx.save_for_backward(query, key, value, key_mask, kept, output, normaliser, *parameters)
         return output, _outside(state)
 
     @staticmethod
@@ -254,9 +252,12 @@ class _AtOnce(torch.autograd.Function):
     @in_full_precision
     def backward(ctx, output_gradient, state_gradient):
         query, key, value, key_mask, state, output, normaliser, *parameters = ctx.saved_tensors
-        work = _Work(ctx.feature_map, parameters, state, is_backward=True)
         by_query, by_key, by_value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
         by_state = _inside(state_gradient)
+        work = _Work(ctx.feature_map, parameters, by_state, is_backward=True)
+        if state is None:
+            state = torch.zeros_like(by_state)
+            work.write_all(state, key, value, key_mask)
         for tile in _tiles(query, state):
             read = work.features("features", tile, query)
             by_total = work.total_gradient(tile, output_gradient, output, normaliser)
@@ -269,7 +270,8 @@ class _AtOnce(torch.autograd.Function):
             tile.put(by_value, work.matmul("by values", write, by_memory.mT))
             by_write = work.matmul("gradient", tile.of(value).to(state.dtype), by_memory, by_mass)
             work.back("features", tile, write, by_write, by_key)
-        return None, by_query, by_key, by_value, _outside(by_state), None, None, *work.parameter_gradients()
+        by_parameters = work.parameter_gradients()
+        return None, by_query, by_key, by_value, _outside(by_state), *[None] * 3, *by_parameters
 
 
 class _InChunks(torch.autograd.Function):
@@ -284,6 +286,7 @@ class _InChunks(torch.autograd.Function):
         value,
         log_decay,
         initial_state,
+        is_fresh,
         key_mask,
         cu_seqlens,
         is_causal,
@@ -293,15 +296,17 @@ class _InChunks(torch.autograd.Function):
     ):
         length = value.shape[2]
         chunk = max(min(chunk, length), 1)
-        stretches = _stretches(length, chunk, initial_state.shape[2], whole=not is_causal)
         sequence = None if cu_seqlens is None else sequence_of_token(cu_seqlens, length)
         output = _empty_like_heads(value, length)
         normaliser = initial_state.new_empty(query.shape[:3])
         state = _inside(initial_state)
-        entering = state.new_empty(len(stretches), *state.shape)
+        step = max(STRETCH, _shortest_stretch(state, value), chunk) // chunk * chunk if is_causal else max(length, 1)
+        stretches = [slice(start, min(start + step, length)) for start in range(0, length, step)]
+        entering = []
         work = _Work(feature_map, parameters, state)
-        for number, stretch in enumerate(stretches):
-            entering[number] = state
+        for stretch in stretches:
+            # Nothing enters the first: no state is needed to say so.
+            entering.append(None if is_fresh and stretch.start == 0 else state.clone())
             for tile in _tiles(query, state, stretch):
                 read = work.features("query", tile, query, chunk)
                 write = work.features("key", tile, key, chunk, key_mask)
@@ -310,16 +315,15 @@ class _InChunks(torch.autograd.Function):
                 affinities = work.matmul("affinities", read, write.mT).mul_(inner)
                 total = work.matmul("total", affinities, values)
                 for carry in carries:
-                    states, last = carry.states(work, entering[number][tile.groups], write, values)
+                    states, last = carry.states(work, state[tile.groups], write, values)
                     work.add_matmul(total, read, states.mT, carry.enter)
                     if carry.is_forward:
                         state[tile.groups] = last
                 tile.normalise(tile.unchunk(total), eps, output, normaliser)
         ctx.feature_map, ctx.is_causal, ctx.eps = feature_map, is_causal, eps
         ctx.stretches, ctx.chunk = stretches, chunk
-        last = None if log_decay is None else state
         ctx.save_for_backward(
-            query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, last, *parameters
+            query, key, value, log_decay, key_mask, sequence, output, normaliser, *entering, *parameters
         )
         return output, _outside(state)
 
@@ -327,20 +331,20 @@ class _InChunks(torch.autograd.Function):
     @once_differentiable
     @in_full_precision
     def backward(ctx, output_gradient, state_gradient):
-        query, key, value, log_decay, key_mask, sequence, output, normaliser, entering, leaving, *parameters = (
-            ctx.saved_tensors
-        )
-        work = _Work(ctx.feature_map, parameters, entering, is_backward=True)
+        query, key, value, log_decay, key_mask, sequence, output, normaliser, *rest = ctx.saved_tensors
+        entering, parameters = rest[: len(ctx.stretches)], rest[len(ctx.stretches) :]
         by_query, by_key, by_value = (_empty_like_heads(x, x.shape[2]) for x in (query, key, value))
         by_decay = None if log_decay is None else torch.empty_like(log_decay)
         by_state = _inside(state_gradient)
-        for number, stretch in reversed(list(enumerate(ctx.stretches))):
-            for tile in _tiles(query, entering, stretch):
+        work = _Work(ctx.feature_map, parameters, by_state, is_backward=True)
+        for stretch, state in zip(reversed(ctx.stretches), reversed(entering)):
+            state = torch.zeros_like(by_state) if state is None else state
+            for tile in _tiles(query, state, stretch):
                 read = work.features("query", tile, query, ctx.chunk)
                 write = work.features("key", tile, key, ctx.chunk, key_mask)
                 values = work.values(tile, value, ctx.chunk)
                 by_total = work.total_gradient(tile, output_gradient, output, normaliser, ctx.chunk)
-                inner, carries = tile.crossings(ctx.chunk, ctx.is_causal, log_decay, sequence, entering)
+                inner, carries = tile.crossings(ctx.chunk, ctx.is_causal, log_decay, sequence, state)
 
                 affinities = work.matmul("affinities", read, write.mT).mul_(inner)
                 # The gradient of the mass that tokens bring is of use to decays alone.
@@ -351,7 +355,7 @@ class _InChunks(torch.autograd.Function):
                 by_write = work.matmul("by write", by_affinities.mT, read)
                 by_leaving = by_state[tile.groups].clone()
                 for carry in carries:
-                    states, _ = carry.states(work, entering[number][tile.groups], write, values)
+                    states, last = carry.states(work, state[tile.groups], write, values)
                     by_entering = _scaled(by_total, carry.enter)
                     work.add_matmul(by_read, by_entering, states)
                     by_states = work.matmul("states", by_entering.mT, read)
@@ -359,7 +363,7 @@ class _InChunks(torch.autograd.Function):
                     work.add_matmul(by_write, _scaled(values, carry.leave), by_written)
                     work.add_matmul(by_values, write, by_written[..., columns, :].mT, carry.leave)
                     if carry.is_forward:
-                        by_state[tile.groups] = by_first
+                        leaving, by_state[tile.groups] = last, by_first
 
                 tile.put(by_value, tile.unchunk(by_values)[..., : value.shape[-1]])
                 if log_decay is not None:
@@ -367,13 +371,12 @@ class _InChunks(torch.autograd.Function):
                     # first but for eps. The state that leaves has all the sums in it.
                     by_sum = by_total[..., -1] * -ctx.eps
                     by_sum = tile.unchunk(by_sum - by_values.mul_(values).sum(-1))
-                    by_sum[..., -1] += (by_leaving * leaving[tile.groups]).sum((-1, -2))
+                    by_sum[..., -1] += (by_leaving * leaving).sum((-1, -2))
                     tile.put(by_decay, by_sum.flip(-1).cumsum(-1).flip(-1))
                 work.back("query", tile, read.flatten(2, 3), by_read.flatten(2, 3), by_query)
                 work.back("key", tile, write.flatten(2, 3), by_write.flatten(2, 3), by_key)
-            leaving = entering[number]
         by_parameters = work.parameter_gradients()
-        return None, by_query, by_key, by_value, by_decay, _outside(by_state), *[None] * 5, *by_parameters
+        return None, by_query, by_key, by_value, by_decay, _outside(by_state), *[None] * 6, *by_parameters
 
 
 class _Work:
@@ -421,6 +424,14 @@ class _Work:
         if key_mask is not None:
             features[:, :, :length].masked_fill_(~key_mask[tile.rows, tile.tokens].unsqueeze(-1), 0.0)
         return features if chunk is None else features.unflatten(2, (-1, chunk))
+
+    def write_all(self, state, key, value, key_mask):
+        """Add what all keys write to a state (H, B, d_v + 1, K)."""
+        for tile in _tiles(key, state):
+            write = self.features("features", tile, key, key_mask=key_mask)
+            written = state[tile.groups]
+            written[..., :-1, :] += _matmul(tile.of(value).to(state.dtype).mT, write)
+            written[..., -1, :] += write.sum(-2)
 
     def back(self, name, tile, features, gradient, target):
         """From the gradient of features to those of `target` and of what the feature map was prepared with."""
@@ -612,13 +623,9 @@ def _crossings(length, chunk, is_causal, log_decay, sequence, before, like, at_o
     return inner, [forward, *carries]
 
 
-def _stretches(length, chunk, num_features, whole):
-    """Slices of the tokens, whole chunks to each, with a state kept for each.
-
-    They are so long that all states are small beside the inputs, however many features there are.
-    """
-    step = length if whole else max(STRETCH, 2 * num_features, chunk) // chunk * chunk
-    return [slice(start, min(start + step, length)) for start in range(0, length, max(step, 1))]
+def _shortest_stretch(state, value):
+    """Tokens beside whose queries, keys, values and outputs a state (.., K) is small."""
+    return 16 // value.element_size() * state.shape[-1]
 
 
 def _tiles(x, state, stretch=None):

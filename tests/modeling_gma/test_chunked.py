@@ -202,9 +202,10 @@ def test_gradcheck(is_causal, stretch, monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_tiles_and_stretches_change_nothing(packed, is_causal, monkeypatch):
+@pytest.mark.parametrize("state", [False, True])
+def test_tiles_and_stretches_change_nothing(packed, is_causal, state, monkeypatch):
     """Few heads and few tokens at a time, with the state carried from stretch to stretch."""
-    inputs = make_inputs(batch=1 if packed else 3, heads=3, n_q=50, decay=is_causal, state=True)
+    inputs = make_inputs(batch=1 if packed else 3, heads=3, n_q=50, decay=is_causal, state=state)
     options = {"is_causal": is_causal, "key_mask": make_mask("inside", 1 if packed else 3, 50)}
     if packed:
         options["cu_seqlens"] = torch.tensor([0, 7, 33, 50])
