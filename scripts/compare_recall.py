@@ -111,7 +111,7 @@ def plot(runs: list[dict], path: Path) -> None:
     found = accuracies(with_silenced(runs))
     pairs = sorted({of["pairs"] for of in found})
     figure, panels = pyplot.subplots(
-        1, 1 + len(pairs), figsize=(3.6 * (1 + len(pairs)), 4.6), layout="constrained", sharey=True
+        1, 1 + len(pairs), figsize=(3.6 * (1 + len(pairs)), 4.8), layout="constrained", sharey=True
     )
     plot_curves(panels[0], curves(_of(found, distance=None), lambda of: of["pairs"]), "x", 1, "accuracy")
     panels[0].plot(pairs, [100 / number for number in pairs], color="0.4", linestyle=":", label="guessing a value")
@@ -128,7 +128,7 @@ def plot(runs: list[dict], path: Path) -> None:
     for panel in panels:
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:.0f}")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle("Associative recall, one line a seed")
     write_figure(path, figure)
 
