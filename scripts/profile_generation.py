@@ -26,7 +26,7 @@ from arguments import parse
 from files import write_json, write_text
 from profile_mixers import cache_bytes, environment, forget_peak, resident_bytes, what_went_wrong
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -49,6 +49,11 @@ class Arguments:
                 raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}.")
         if not self.prompts or min(self.prompts) < 1:
             raise ValueError(f"--prompts must be numbers of at least 1, got {self.prompts}.")
+        for path in self.model_name_or_path:
+            try:
+                AutoConfig.from_pretrained(path)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"--model_name_or_path {path!r} cannot be read: {error}") from None
 
 
 class Clock(BaseStreamer):

@@ -160,13 +160,12 @@ class Arguments:
                 raise ValueError(f"--{name} must be numbers of at least 1, got {getattr(self, name)}.")
         self.lengths, self.contexts = sorted(set(self.lengths)), sorted(set(self.contexts))
         if self.checkpoint is not None:
-            self.mixers = list(self.mixers)
+            try:
+                components = GMAConfig.from_pretrained(self.checkpoint).num_components
+            except (OSError, ValueError) as error:
+                raise ValueError(f"--checkpoint {self.checkpoint!r} cannot be read: {error}") from None
             if not any("trained" in name for name in self.mixers):
-                try:
-                    components = GMAConfig.from_pretrained(self.checkpoint).num_components
-                except (OSError, ValueError) as error:
-                    raise ValueError(f"--checkpoint {self.checkpoint!r} cannot be read: {error}") from None
-                self.mixers.append(f"gma:{components}:trained")
+                self.mixers = [*self.mixers, f"gma:{components}:trained"]
         for name in self.mixers:
             if System.parse(name, self.dtype).trained and self.checkpoint is None:
                 raise ValueError(f"--mixers: {name!r} needs --checkpoint.")
@@ -224,7 +223,8 @@ class System:
             else:
                 raise ValueError(
                     f"--mixers: {part!r} in {name!r} must be a dtype ({', '.join(DTYPES)}) or, for gma, a number of "
-                    f"components, forget, hybrid, local, window=<number>, variance=<number>, floor or trained."
+                    f"components, forget, hybrid, local, window=<number>, variance=<number>, floor or trained, with "
+                    f"numbers above 0."
                 )
         system = cls(mixer=mixer, dtype=dtype, name=name, **values)
         if system.window is not None and system.layer_type is None:

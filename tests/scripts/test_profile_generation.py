@@ -62,6 +62,8 @@ def test_bad_flags():
         Arguments(["x"], prompts=[0])
     with pytest.raises(ValueError, match="--new_tokens must be at least 2, got 1"):
         Arguments(["x"], new_tokens=1)
+    with pytest.raises(ValueError, match="--model_name_or_path '/none' cannot be read"):
+        Arguments(["/none"])
 
 
 def test_clock_counts_the_prompt_as_one():

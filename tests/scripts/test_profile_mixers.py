@@ -146,6 +146,10 @@ BAD = {
     "sharp local heads": ({"mixers": ["gma:4:local:floor"]}, "local in 'gma:4:local:floor' has neither components"),
     "trained hybrid": ({"mixers": ["gma:4:hybrid:trained"]}, "trained in 'gma:4:hybrid:trained' does not go with"),
     "no checkpoint": ({"mixers": ["gma:4:trained"]}, "needs --checkpoint"),
+    "no such checkpoint": (
+        {"mixers": ["gma:4:trained"], "checkpoint": "/none"},
+        "--checkpoint '/none' cannot be read",
+    ),
     "direction": ({"directions": ["left"]}, "--directions must be of bidirectional, causal, got 'left'"),
     "section": ({"sections": ["all"]}, "--sections must be of speed, memory, decoding, got 'all'"),
     "dtype": ({"dtype": "int8"}, "--dtype must be one of"),

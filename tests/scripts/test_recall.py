@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from arguments import parse
-from compare_recall import main, table
+from compare_recall import best_guess, main, table
 from comparison import system_flags
 from data import recall
 from train_recall import Arguments, AssociativeRecall, count_answers, silenced
@@ -296,6 +296,12 @@ def test_the_table():
     ]
     assert lines[7] == "| mixer | 2 to 3 | 4 to 7 |"
     assert lines[9:] == ["| GMA K=8 | 82.50 +- 3.54 | 50.00 +- 0.00 |", "| Linear Transformer | 40.00 | 10.00 |"]
+
+
+def test_the_best_guess_is_the_value_seen_most_often():
+    assert best_guess(1, 9) == 100
+    # Four values: two pairs have the same one in a quarter of the examples.
+    assert best_guess(2, 9) == pytest.approx(100 * (1 / 4 + 3 / 4 / 2), abs=1)
 
 
 def test_heads_of_one_kind_are_silenced():
